@@ -3,7 +3,8 @@
     training thread ── request(key, indices) ──▶ pipe of a worker ──▶ dataset.load
                     ◀── result(key) ── pipe ◀── batch, its tensors in shared memory
 
-Workers are forked, so that a dataset that cannot be pickled works too. They end with the process that made them.
+Workers are forked, so that a dataset that cannot be pickled works too, from a process that has no threads yet: gRPC's
+would crash in them. They end with the process that made them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import stat
 import time
 import traceback
 from collections.abc import Hashable
@@ -22,7 +24,7 @@ import torch.multiprocessing as multiprocessing
 
 from hoop.data.dataset import Indices
 from hoop.data.structured import StructuredDataset
-from hoop.errors import DeadlineExceeded, PeerLost, UserError
+from hoop.errors import DeadlineExceeded, FailedPrecondition, UserError
 
 _PR_SET_PDEATHSIG = 1
 _STOP = None
@@ -52,7 +54,10 @@ class WorkerPool:
             return
         worker = self._worker_of[key] = self._next
         self._next = (self._next + 1) % len(self._pipes)
-        self._pipes[worker].send((key, indices, epoch, seed))
+        try:
+            self._pipes[worker].send((key, indices, epoch, seed))
+        except OSError:
+            raise self._ended(worker) from None
 
     def result(self, key: Hashable, deadline: float) -> Any:
         """The batch that was requested with this key; waits for it until ``deadline`` (``time.monotonic``)."""
@@ -72,12 +77,17 @@ class WorkerPool:
             try:
                 key, kind, value = pipe.recv()
             except (EOFError, OSError):
-                worker = self._pipes.index(pipe)
-                raise PeerLost(
-                    f"num_workers: worker {worker} (process {self._processes[worker].pid}) that loads samples has ended"
-                ) from None
+                raise self._ended(self._pipes.index(pipe)) from None
             self._worker_of.pop(key, None)
             self._done[key] = kind, value
+
+    def _ended(self, worker: int) -> FailedPrecondition:
+        process = self._processes[worker]
+        process.join(1.0)
+        return FailedPrecondition(
+            f"num_workers: process {process.pid}, which loads samples, has ended (exit code {process.exitcode}; -9: it "
+            "was killed, perhaps for lack of memory); use fewer workers, or num_workers=0"
+        )
 
     def forget_except(self, keys: set[Hashable]) -> None:
         """Drops batches that are not wanted any more, once they arrive."""
@@ -99,6 +109,20 @@ class WorkerPool:
             pipe.close()
 
 
+def _close_sockets(own: int) -> None:
+    """Closes the sockets that a worker has inherited: open here, a link would not end when the device closes it.
+
+    Other files may be the dataset's, and stay open.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if number != own and stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+        except OSError:
+            continue
+
+
 def _work(data: StructuredDataset, pipe: Connection, other_end: Connection, parent: int) -> None:
     """The loop of a worker."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,6 +131,7 @@ def _work(data: StructuredDataset, pipe: Connection, other_end: Connection, pare
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
     other_end.close()
+    _close_sockets(pipe.fileno())
     torch.set_num_threads(1)
     while True:
         try:

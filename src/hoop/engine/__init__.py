@@ -16,6 +16,7 @@ May import: memory transport collectives membership models data plan strategies.
 PUBLIC = (
     "cost_probe",
     "custom.evaluation",
+    "custom.feed",
     "custom.loss",
     "custom.state",
     "entrypoint",

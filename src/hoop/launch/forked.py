@@ -214,10 +214,12 @@ async def _start_coordinator(
         await asyncio.sleep(BIND_RETRY_S)
 
 
-def run_device(config: DeviceConfig, trainer: TrainFunction, error_pipe: int, parent_pipe: int) -> None:
+def run_device(
+    config: DeviceConfig, trainer: TrainFunction, error_pipe: int, parent_pipe: int, prepare: Callable[[], None]
+) -> None:
     """Run a device until ``parent_pipe`` closes or it was drained.
 
-    If it cannot start, writes the error as JSON to ``error_pipe``.
+    If it cannot start, writes the error as JSON to ``error_pipe``. ``prepare``: see ``ForkedConfig``.
     """
 
     async def run() -> None:
@@ -229,6 +231,7 @@ def run_device(config: DeviceConfig, trainer: TrainFunction, error_pipe: int, pa
         await server.stop()
 
     try:
+        prepare()
         asyncio.run(run())
     except HoopError as error:
         text = f"device {config.device_id} cannot start: {error}"
@@ -266,6 +269,8 @@ class ForkedConfig:
     """The address that the devices listen on; empty: as the coordinator, all addresses or loopback."""
     ports: PortRange = field(default_factory=PortRange)
     """Ports for the services and the data links of the devices."""
+    prepare: Callable[[], None] = lambda: None
+    """Called in the process of each device before it has threads: only then may it fork processes of its own."""
 
     @property
     def client_credentials(self) -> Credentials:
@@ -387,7 +392,7 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
                 device_id=device_id,
                 credentials=credentials,
             )
-            work = partial(run_device, device, config.trainer, errors_write, devices.read_end)
+            work = partial(run_device, device, config.trainer, errors_write, devices.read_end, config.prepare)
             devices.start(work, (close - {address_read}) | {coordinator.read_end})
         os.close(errors_write)
         # Start threads only after the last fork: a forked child has only the forking thread.

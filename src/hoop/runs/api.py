@@ -214,13 +214,15 @@ class Training:
                     launch.address_file.unlink(missing_ok=True)
 
     def _forked_config(self, devices: int) -> ForkedConfig:
+        from hoop.engine.custom.feed import fork_loaders
         from hoop.launch.forked import ForkedConfig, meeting_coordinator
         from hoop.wire.auth import find_credentials
         from hoop.wire.roles import Role
 
         launch, placement = self._launch, self._launch.placement
+        prepare = partial(fork_loaders, launch.settings.job)
         if placement is None:
-            return ForkedConfig(devices, launch.memory, train_rank)
+            return ForkedConfig(devices, launch.memory, train_rank, prepare=prepare)
         assert placement.meeting_point is not None, "checked by find_placement"
         credentials = launch.credentials or find_credentials(Role.COORDINATOR)
         coordinator = meeting_coordinator(placement.meeting_point, credentials)
@@ -232,6 +234,7 @@ class Training:
             join=placement.meeting_point,
             host=launch.device_host,
             ports=launch.device_ports,
+            prepare=prepare,
         )
 
     def _rank_exit_code(self, result: dict[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +12,35 @@ from hoop.data.sampler import shard
 from hoop.data.structured import StructuredDataset
 from hoop.data.worker_pool import WorkerPool
 from hoop.engine.data_feed import DataFeed, Position
+from hoop.engine.job import INHERITED, LOADED, import_path
 from hoop.engine.stage.provenance import sample_fingerprint
 from hoop.engine.step_schedule import StepWork
+
+log = logging.getLogger("hoop.engine")
+LOADERS: dict[str, WorkerPool] = {}
+"""By name of a job: the workers that this device has forked for it before it had threads."""
+
+
+def fork_loaders(job: str) -> None:
+    """Forks the workers of a job's dataset, if it wants any. Called in a device's process before it has threads."""
+    name = import_path(job)
+    index = name.removeprefix("inherited:")
+    found = INHERITED[int(index)] if name != index else LOADED.get(name)
+    data = found.data().train if found is not None else None
+    if isinstance(data, StructuredDataset) and data.num_workers:
+        LOADERS[name] = WorkerPool(data, data.num_workers)
 
 
 class StructuredFeed(DataFeed):
     """One rank's batches of the current step, as the dataset's collate function makes them."""
 
-    def __init__(self, data: StructuredDataset, seed: int, timeout_s: float) -> None:
+    def __init__(self, data: StructuredDataset, seed: int, timeout_s: float, job: str = "") -> None:
+        """``job``: its name, by which ``fork_loaders`` has forked workers. Without workers this thread loads."""
         super().__init__(data, seed, 0)  # type: ignore[arg-type]  # only ``load`` is called
         self._structured, self._timeout_s = data, timeout_s
-        self._pool: WorkerPool | None = None
+        self._pool = LOADERS.pop(job, None)
+        if data.num_workers and self._pool is None:
+            log.warning("num_workers: %d has no effect on this device; it loads samples by itself", data.num_workers)
 
     def begin(self, position: Position, samples: Indices, num_microbatches: int) -> None:
         self._position = position
@@ -32,10 +51,8 @@ class StructuredFeed(DataFeed):
 
     def prefetch(self, works: Sequence[StepWork], microbatches: Sequence[int], num_microbatches: int) -> None:
         """Lets workers load these micro-batches of these steps, in order. Without workers it does nothing."""
-        if not self._structured.num_workers:
-            return
         if self._pool is None:
-            self._pool = WorkerPool(self._structured, self._structured.num_workers)
+            return
         self._pool.forget_except({(work.position.done, micro) for work in works for micro in microbatches})
         for work in works:
             for micro in microbatches:

@@ -75,7 +75,7 @@ def prepare_parts(
     costs = [costs_of(objects, template)]
     check_memory(costs)
     train = structured(data.train)
-    feed = StructuredFeed(train, settings.seed, settings.timeout_s)
+    feed = StructuredFeed(train, settings.seed, settings.timeout_s, settings.job)
     make_state = partial(CustomState, vectors, objects, loss, settings, template, device)
     executor = PlanExecutor(
         context, settings, [model], [0], plan, data.train, loss, vectors, feed=feed, make_state=make_state
