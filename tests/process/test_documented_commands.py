@@ -91,6 +91,13 @@ TABLE = (
         How.NOT,
         why="one line of a program; examples/torch_backend.py is a whole one",
     ),
+    Rule(r"from-\S+.md: python block", How.NOT, why="some lines of a program; examples/trainers has whole ones"),
+    Rule(r"from-ddp.md: .* train.py", How.NOT, why="the reader's script"),
+    Rule(
+        r"examples/trainers/(lightning_ddp|hf_\w+).py",
+        How.NOT,
+        why="needs libraries that are not installed everywhere; tests/torch/test_trainers.py runs it where they are",
+    ),
     Rule(r": hoop drain", How.NOT, why="ends a device of the tests' cluster; tests/process/test_drain.py runs it"),
     Rule(r"CONTRIBUTING.md: python block", How.NOT, why="reads the journal of the reader's cluster"),
     Rule(
@@ -134,7 +141,7 @@ TABLE = (
     Rule(r": pytest ", add="--collect-only -p no:cacheprovider"),
     Rule(r": python examples/custom_model.py", add="--epochs 1"),
     Rule(r": python examples/lab_training.py", add="--steps 5"),
-    Rule(r"examples/torch_backend.py: ", add="--steps 5"),
+    Rule(r"examples/torch_backend.py: |: torchrun .* examples/torch_backend.py", add="--steps 5"),
 )
 
 

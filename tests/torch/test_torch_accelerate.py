@@ -1,7 +1,7 @@
-"""Hugging Face's accelerate and Trainer use a process group of Hoop that was made first (docs/torch-backend.md).
+"""Hugging Face's accelerate and Trainer use a process group of Hoop that was made first (docs/from-hugging-face.md).
 
-They refuse ``backend="hoop"`` as an argument: accelerate accepts only the names that it would choose itself. Skipped
-where they are not installed: Hoop does not depend on them.
+On CPUs they refuse ``backend="hoop"`` as an argument: accelerate accepts only the names that it would choose itself.
+``test_trainers.py`` has the other ways. Skipped where they are not installed: Hoop does not depend on them.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class World:
     timeout: float = LONG_S
     before: Callable[[int], None] | None = None
     """Called in each rank, with its number, before it joins the group."""
+    joins: bool = True
+    """False: ranks join no group; the function does it."""
     processes: list[BaseProcess] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
 
@@ -54,7 +56,9 @@ class World:
             self.processes.append(process)
             self._pipes.append(receiver)
 
-    def _init_options(self) -> dict[str, Any]:
+    def _init_options(self) -> dict[str, Any] | None:
+        if not self.joins:
+            return None
         return {
             "backend": self.backend,
             "init_method": f"file://{self.folder / 'meet'}",
@@ -92,7 +96,7 @@ class World:
 
 def _run_rank(
     rank: int,
-    init_options: dict[str, Any],
+    init_options: dict[str, Any] | None,
     before: Callable[[int], None] | None,
     pipe: Connection,
     function: Callable[..., Any],
@@ -102,7 +106,8 @@ def _run_rank(
     try:
         if before is not None:
             before(rank)
-        dist.init_process_group(rank=rank, **init_options)
+        if init_options is not None:
+            dist.init_process_group(rank=rank, **init_options)
         value = function(rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -18,6 +18,7 @@ PUBLIC = (
     "custom.evaluation",
     "custom.feed",
     "custom.loss",
+    "custom.setup",
     "custom.state",
     "entrypoint",
     "evaluation",
@@ -31,6 +32,7 @@ PUBLIC = (
     "settings",
     "stage.autograd",
     "stage.provenance",
+    "step_schedule",
     "trainer",
     "user_code",
 )

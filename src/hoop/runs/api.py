@@ -454,9 +454,12 @@ def train(
     """
     if untested := torch_versions.check_version(torch_versions.installed_version()):
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
+    from hoop.engine.custom.loss import CustomLoss
+    from hoop.engine.custom.setup import check_parts
     from hoop.engine.job import INHERITED, Job, build_model, find_job
     from hoop.engine.loss_reduction import with_criterion
     from hoop.engine.recipes import RECIPES
+    from hoop.engine.step_schedule import StepSchedule
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
     from hoop.runs.job_objects import JobParts, averages, job_from, load_into
@@ -502,6 +505,9 @@ def train(
     with blaming_user_code("calling the model and the loss before the first step"):
         live = None if isinstance(model, str) else build_model(job, wanted.seed)
         job = with_criterion(job, loaded.train, wanted.seed, live)
+        if live is not None and isinstance(job.loss, CustomLoss):
+            check_parts(job, wanted, live, len(loaded.train))
+    StepSchedule(wanted, len(loaded.train))  # raises if there is no step
     check_faults(wanted, count.first, len(loaded.train))
     if not isinstance(model, str):
         INHERITED.append(job)

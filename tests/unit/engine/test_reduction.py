@@ -219,7 +219,9 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
         def forward(self, values: Tensor) -> Any:
             return {"logits": super().forward(values)}
 
-    with pytest.raises(InvalidArgument, match="model: it returned dict, not a tensor"):
+    with pytest.raises(
+        InvalidArgument, match=r"loss: MSELoss\(\) takes a tensor, and the model returned dict; give a function"
+    ):
         criterion_of(job(nn.MSELoss(), Named(4, 2)))
 
 

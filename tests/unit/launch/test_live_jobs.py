@@ -144,8 +144,41 @@ def test_the_model_of_a_job_is_checked_when_it_is_made() -> None:
         ({"progress": "yes"}, "progress: 'yes' is not a function of an event"),
         ({"memory": None}, "memory: None is not a size"),
         (
-            {"optimizer": torch.optim.RMSprop},
-            "optimizer: the class RMSprop is not the name of an optimizer; known: sgd",
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)},
+            "optimizer: an object of the class SGD is not the name of an optimizer; known: sgd",
+        ),
+        (
+            {"optimizer": torch.optim.RMSprop, "lr": 0.1},
+            "lr: 0.1 has no effect, because optimizer is a function that has its own",
+        ),
+        (
+            {"lr_scheduler": lambda one: None, "warmup": 5},
+            "warmup: 5 has no effect, because lr_scheduler is a function that has its own",
+        ),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler: 'cosine' is not a function; give a function of the optimizer"),
+        ({"parameter_groups": []}, "parameter_groups: [] is not a function; give a function of the model"),
+        ({"ema": 2}, "ema: 2 is not in 0..1; give a decay such as 0.999"),
+        ({"scheduler_interval": "day"}, "scheduler_interval: 'day' is neither 'step' nor 'epoch'"),
+        ({"callbacks": [print]}, "callbacks: builtin_function_or_method is not an object of a subclass of hoop.C"),
+        ({"callbacks": [hoop.Callback]}, "callbacks: the class Callback is not an object of a subclass of hoop.C"),
+        ({"num_workers": -1}, "num_workers: -1 is not a whole number of at least 0"),
+        ({"collate_fn": 7}, "collate_fn: 7 is not a function of a list of samples"),
+        ({"on": "127.0.0.1:1"}, "on: the devices at 127.0.0.1:1 are other processes, to which no object of this one"),
+        ({"token": "x"}, "token, tls: they are for the cluster of on='HOST:PORT'; leave them out"),
+        ({"patience": -1}, "patience: -1 is not a whole number of at least 0"),
+        ({"monitor_mode": "low"}, "monitor_mode: 'low' is neither 'min' nor 'max'"),
+        ({"drop_last": True, "batch_size": 7}, "drop_last: 6 samples are less than one batch of 7, so none is left"),
+        (
+            {"optimizer": lambda one: 7, "loss": lambda outputs, targets: outputs.sum()},
+            "optimizer: it returned int; give a function of the parameters",
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS, "loss": lambda outputs, targets: outputs.sum()},
+            "optimizer: LBFGS calls the loss by itself (step(closure))",
+        ),
+        (
+            {"optimizer": torch.optim.Adagrad, "strategy": "pipeline", "loss": lambda outputs, targets: outputs.sum()},
+            "strategy: pipeline:schedule=1f1b needs a float32 model",
         ),
         ({"optimizer": {"name": 7}}, "optimizer: 7 is not text"),
         ({"lr": 10**400}, "lr: 1000"),
@@ -153,7 +186,7 @@ def test_the_model_of_a_job_is_checked_when_it_is_made() -> None:
 )
 def test_wrong_arguments_of_train_are_named(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        hoop.train(nn.Linear(2, 1), (INPUTS, TARGETS), loss="mse", **arguments)
+        hoop.train(nn.Linear(2, 1), (INPUTS, TARGETS), **{"loss": "mse", **arguments})
     assert str(caught.value).startswith(sentence)
 
 

@@ -34,6 +34,7 @@ from hoop.errors import InvalidArgument
 COUNTED = "(sum, count)"
 """The reduction of a loss that returns its sum and its count."""
 LOSS_KEY = "loss"
+_LOSS_MODULES = "torch.nn.modules.loss"
 MAX_METRICS = 64
 _REMEDY = (
     "return (sum, count), whose quotient over the whole batch is then minimised, or state what Hoop is to take it for, "
@@ -106,6 +107,12 @@ class CustomLoss:
             return self.function(model, batch), None
         inputs, targets = split_pair(batch, self.data_name)
         outputs = call_model(model, inputs)
+        if type(self.function).__module__ == _LOSS_MODULES and not isinstance(outputs, Tensor):
+            raise InvalidArgument(
+                f"loss: {self.function} takes a tensor, and the model returned {type(outputs).__name__}; give a "
+                "function of (outputs, targets), such as lambda outputs, targets: F.cross_entropy(outputs['logits'], "
+                "targets)"
+            )
         returned = self.function(outputs, targets)
         classified = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point()
         return returned, float(hits(outputs.detach(), targets)) if classified and outputs.dim() > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -27,6 +28,7 @@ from hoop.errors import InvalidArgument
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
+from hoop.strategies.catalog import parse
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -36,6 +38,13 @@ def check_strategy(strategy: Strategy) -> None:
             f"strategy: {strategy.spec} needs a float32 model of one tensor in and out, pairs of tensors as data, and "
             "an optimizer by name; use strategy 'data', which trains every model, batch and optimizer"
         )
+
+
+def check_parts(job: Job, settings: Settings, model: nn.Module, samples: int) -> None:
+    """Raises if a job of custom training cannot be set up: before devices are started, in the user's process."""
+    check_strategy(parse(settings.strategy))
+    twin = copy.deepcopy(model)
+    TrainingObjects(job, settings, twin, StepSchedule(settings, samples).steps_per_epoch).trial_state()
 
 
 def costs_of(objects: TrainedObjects, template: StateTemplate) -> Block:

@@ -1,0 +1,188 @@
+"""Data of any form that a program gives to ``hoop.train``: what it becomes, and what is refused with which remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from hoop.data.dataset import Splits
+from hoop.data.structured import NestedData, SampleData
+from hoop.data.tensors import MapData, TensorData
+from hoop.engine.custom.loss import COUNTED, CustomLoss
+from hoop.engine.job import Job
+from hoop.engine.loss_reduction import with_criterion
+from hoop.errors import InvalidArgument
+from hoop.runs.user_data import user_data
+
+X, Y = torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3
+SAMPLES = [{"ids": [1, 2, index], "label": index % 3} for index in range(12)]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def rows(*numbers: int) -> Any:
+    return np.array(numbers, np.int64)
+
+
+def test_nested_arrays_are_batches_of_the_same_nesting() -> None:
+    data = user_data({"x": X.numpy().astype(np.float64), "more": (Y, {"z": X})}).splits.train
+    assert isinstance(data, NestedData)
+    batch = data.load(rows(3, 1), epoch=0, seed=0)
+    assert torch.equal(batch["x"], X[[3, 1]])
+    assert batch["x"].dtype == torch.float32
+    assert torch.equal(batch["more"][0], Y[[3, 1]])
+    assert torch.equal(batch["more"][1]["z"], X[[3, 1]])
+
+
+def test_a_dict_of_inputs_with_targets_is_a_pair_and_two_dicts_are_training_and_test_data() -> None:
+    pair = user_data(({"a": X, "b": X}, Y)).splits
+    assert pair.evaluated_split == "train"
+    assert torch.equal(pair.train.load(rows(2), epoch=0, seed=0)[1], Y[[2]])
+    both = user_data(({"a": X}, {"a": X[:5]})).splits
+    assert (len(both.train), len(both.test)) == (12, 5)
+
+
+def test_samples_of_lists_and_numbers_are_collated() -> None:
+    data = user_data(SAMPLES).splits.train
+    assert isinstance(data, SampleData)
+    batch = data.load(rows(4, 5), epoch=0, seed=0)
+    assert batch["ids"].tolist() == [[1, 2, 4], [1, 2, 5]]
+    assert batch["label"].tolist() == [1, 2]
+
+
+def test_samples_of_other_lengths_need_a_collate_function() -> None:
+    uneven = [{"ids": [1] * (1 + index)} for index in range(4)]
+    with pytest.raises(InvalidArgument, match=r"2 samples do not make a batch .* give collate_fn"):
+        user_data(uneven).splits.train.load(rows(0, 3), epoch=0, seed=0)
+    padded = user_data(uneven, collate_fn=lambda items: [len(one["ids"]) for one in items]).splits.train
+    assert padded.load(rows(0, 3), epoch=0, seed=0) == [1, 4]
+
+
+def test_random_transforms_depend_on_the_sample_and_not_on_the_batch() -> None:
+    class Noisy(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            return {"noise": torch.rand(2), "more": float(np.random.rand())}
+
+    data = user_data(Noisy(range(6)), num_workers=0).splits.train
+    alone = data.load(rows(4), epoch=1, seed=7)
+    among = data.load(rows(2, 4, 5), epoch=1, seed=7)
+    assert torch.equal(alone["noise"][0], among["noise"][1])
+    assert alone["more"][0] == among["more"][1]
+    assert not torch.equal(alone["noise"], data.load(rows(4), epoch=2, seed=7)["noise"])
+
+
+def test_a_loader_states_batch_size_order_and_workers() -> None:
+    dataset = TensorDataset(X, Y)
+    loader = DataLoader(dataset, batch_size=5, shuffle=True, num_workers=2, drop_last=True)
+    found = user_data(loader)
+    assert found.settings == {"batch_size": 5, "shuffle": True, "drop_last": True}
+    assert found.splits.train.num_workers == 2
+    assert user_data(DataLoader(dataset, batch_size=5)).settings["shuffle"] is False
+    assert isinstance(user_data(dataset).splits.train, MapData)
+    assert isinstance(user_data((X, Y)).splits.train, TensorData)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (Stream(), "data: Stream is an IterableDataset: its samples have no numbers"),
+        (DataLoader(Stream()), "data: Stream is an IterableDataset"),
+        (
+            DataLoader(TensorDataset(X, Y), sampler=WeightedRandomSampler([1.0] * 12, 12)),
+            "data: the DataLoader has a sampler of its own, WeightedRandomSampler",
+        ),
+        (DataLoader(TensorDataset(X, Y), batch_size=None), "data: the DataLoader has no batch_size"),
+        ({"x": X, "y": Y[:3]}, "data: its arrays have 3, 12 rows; each needs a row a sample"),
+        ({"x": X, "y": "text"}, "data: dict is neither arrays nor a dataset"),
+        ("mnist", "data: str is neither arrays nor a dataset"),
+        ([], "data: the dataset has no samples"),
+    ],
+)
+def test_what_cannot_be_split_exactly_is_refused_with_the_remedy(data: Any, sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        user_data(data)
+    assert str(caught.value).startswith(sentence)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(x)
+        return outputs
+
+
+def found_loss(loss: Any, data: Any = None) -> CustomLoss:
+    splits = user_data({"x": X, "y": Y} if data is None else data).splits
+    job = Job(lambda seed: Net(), lambda: splits, loss)
+    found = with_criterion(job, splits.train, 0).loss
+    assert isinstance(found, CustomLoss)
+    return found
+
+
+def cross_entropy(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction=reduction)
+
+
+def test_the_reduction_of_a_loss_is_found_out() -> None:
+    assert found_loss(cross_entropy).returns == "mean"
+    assert found_loss(lambda model, batch: cross_entropy(model, batch, "sum")).returns == "sum"
+    assert found_loss(lambda model, batch: cross_entropy(model, batch, "none")).returns == "none"
+    counted = found_loss(lambda model, batch: {"loss": (cross_entropy(model, batch, "sum"), 12), "seen": 1.0})
+    assert (counted.returns, counted.metric_names) == (COUNTED, ("seen",))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda model, batch: 0.5, "returned float; return the loss as a scalar tensor"),
+        (lambda model, batch: {"accuracy": 1.0}, "returned a dict with 'accuracy'; it needs 'loss'"),
+        (lambda model, batch: model(batch["x"]).detach().sum(), "no gradient goes from what"),
+        (lambda model, batch: model(batch["x"]).std(), "is neither the mean nor the sum over its samples"),
+        (lambda model, batch: model(batch["x"])[:5, 0], r"returned a tensor of shape \[5\] for 32 samples"),
+        (lambda model, batch: (model(batch["x"]).sum(), -1), "returned the count -1.0, which is not 0 or more"),
+        (
+            lambda model, batch: {"loss": cross_entropy(model, batch), "who": "me"},
+            "the metric 'who' is str; give a number or a scalar tensor",
+        ),
+        (
+            "cross_entropy",
+            "is a dict with 'x', 'y', not a pair of inputs and targets; give a loss that takes",
+        ),
+    ],
+)
+def test_a_loss_that_shards_cannot_add_up_is_refused_with_the_remedy(loss: Any, sentence: str) -> None:
+    with pytest.raises(InvalidArgument, match=sentence):
+        found_loss(loss)
+
+
+def test_a_mean_over_tokens_is_refused_and_its_remedy_is_accepted() -> None:
+    data = {"x": X, "y": torch.where(torch.arange(12) % 5 == 0, -100, Y)}
+
+    def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"], ignore_index=-100)
+
+    def counted(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        total = F.cross_entropy(model(batch["x"]), batch["y"], ignore_index=-100, reduction="sum")
+        return total, (batch["y"] >= 0).sum()
+
+    with pytest.raises(InvalidArgument, match=r"A mean over tokens, .*; return \(sum, count\)"):
+        found_loss(mean, data)
+    assert found_loss(counted, data).returns == COUNTED
+
+
+def test_splits_are_taken_as_they_are() -> None:
+    splits = Splits(NestedData({"x": X}), NestedData({"x": X[:3]}))
+    assert user_data(splits).splits is splits
