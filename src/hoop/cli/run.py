@@ -91,6 +91,7 @@ def run(
     """
     from hoop.launch.rank_processes import RankProcesses, RunConfig, program_command
     from hoop.launch.rendezvous_server import RendezvousServer
+    from hoop.launch.run_coordinator import RunCoordinator
 
     size = _count(devices, hosts, max_np)
     variables = {"HOOP_START_TIMEOUT": f"{start_timeout:g}", "HOOP_ELASTIC_TIMEOUT": f"{elastic_timeout:g}"}
@@ -99,8 +100,7 @@ def run(
     if network_interface is not None:
         echo(f"--network-interface {network_interface}: not used, all ranks are on this machine", err=True)
     server = None if min_np is None else RendezvousServer(size, min_np)
-    if server is not None:
-        config = replace(config, env={**variables, **server.variables})
+    coordinator = RunCoordinator()
 
     def on_exit(ended: RankExit, replaced: bool) -> None:
         if server is not None:
@@ -116,7 +116,10 @@ def run(
 
     began = time.monotonic()
     try:
-        outcome = RankProcesses(config, _printer(), on_exit, on_start).run()
+        with coordinator:
+            meeting = {} if server is None else server.variables
+            config = replace(config, env={**variables, **meeting, **coordinator.variables})
+            outcome = RankProcesses(config, _printer(), on_exit, on_start).run()
     finally:
         if server is not None:
             server.close()

@@ -225,6 +225,11 @@ class PlanExecutor:
         self.switch_plan(plan)
 
     @property
+    def position(self) -> Position:
+        """The step under way."""
+        return self._position
+
+    @property
     def feed(self) -> DataFeed:
         """The samples of the current step."""
         return self.activations.feed

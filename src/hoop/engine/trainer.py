@@ -327,7 +327,8 @@ class Trainer:
         final = self._done == self._schedule.total_steps
         self._report(force=True)
         self._role.refresh()
-        if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
+        due = final or (settings.evaluate_every and epoch % settings.evaluate_every == 0)
+        if due and self._role.evaluates:
             self._evaluate(epoch)
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)

@@ -13,5 +13,6 @@ PUBLIC = (
     "ray_cluster",
     "rendezvous_client",
     "rendezvous_server",
+    "run_coordinator",
 )
 """Modules that other rooms may import."""

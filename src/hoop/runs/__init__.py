@@ -17,5 +17,6 @@ PUBLIC = (
     "result",
     "run_recorder",
     "simulation_report",
+    "user_data",
 )
 """Modules that other rooms may import."""

@@ -15,10 +15,12 @@ from hoop.data.structured import structured
 from hoop.engine.custom.feed import StructuredFeed
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.custom.objects import StateTemplate, TrainedObjects, TrainingObjects
+from hoop.engine.custom.own_loop import OwnLoopJob
 from hoop.engine.custom.state import CustomState
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.job import Job
 from hoop.engine.roles.custom import CustomRole
+from hoop.engine.roles.own_loop import OwnLoopRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CPU
@@ -79,7 +81,11 @@ def prepare_parts(
     if device != CPU:
         model.to(device)
     schedule = StepSchedule(settings, len(data.train))
-    objects = TrainingObjects(job, settings, model, schedule.steps_per_epoch)
+    objects: TrainedObjects = (
+        job.objects
+        if isinstance(job, OwnLoopJob) and job.objects is not None
+        else TrainingObjects(job, settings, model, schedule.steps_per_epoch)
+    )
     template = objects.trial_state()
     costs = [costs_of(objects, template)]
     check_memory(costs)
@@ -91,4 +97,6 @@ def prepare_parts(
     )
     state = executor.stage_states[0]
     assert isinstance(state, CustomState)
+    if isinstance(job, OwnLoopJob) and job.exchange is not None:
+        return executor, OwnLoopRole(executor, state, feed, schedule, job.exchange), costs
     return executor, CustomRole(executor, state, feed, schedule), costs

@@ -32,6 +32,9 @@ class RankRole:
     stride = 1
     """Steps between two synchronisation points. Only there are all ranks at the same step, and may agree to stop."""
 
+    evaluates = True
+    """The trainer evaluates the model after epochs."""
+
     provenance: Provenance
     """Set by ``attach_provenance``, before the first step."""
 

@@ -1,0 +1,95 @@
+"""The objects of a user's own loop, whose state Hoop keeps equal on all devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hoop.engine.custom.objects import StateTemplate, TrainedObjects, plain_state, trial_state
+from hoop.errors import InvalidArgument
+
+
+def named(value: Any, kind: type, field: str) -> dict[str, Any]:
+    """One object, a list or a dict of them, as a dict; raises if one is of another kind."""
+    if value is None:
+        return {}
+    if isinstance(value, kind):
+        return {"": value}
+    found = dict(value) if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, Sequence) else {}
+    if not found or not all(isinstance(one, kind) for one in found.values()):
+        raise InvalidArgument(
+            f"{field}: {type(value).__name__} is neither a {kind.__name__} nor a list or dict of them"
+        )
+    return {str(name): one for name, one in found.items()}
+
+
+class LoopObjects(TrainedObjects):
+    """Models, optimizers, schedulers, and other objects with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, state: Mapping[str, Any] | None) -> None:
+        models = named(model, nn.Module, "model")
+        optimizers = named(optimizer, Optimizer, "optimizer")
+        if not models or not optimizers:
+            raise InvalidArgument("model, optimizer: give at least one of each")
+        self._schedulers = named(scheduler, LRScheduler, "scheduler")
+        self._others = dict(state or {})
+        for name, one in self._others.items():
+            if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+                raise InvalidArgument(f"state: {name!r}, {type(one).__name__}, has no state_dict and load_state_dict")
+        self.modules = list(models.values())
+        self.names = {
+            id(tensor): f"{prefix}.{name}" if prefix else name
+            for prefix, module in models.items()
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        }
+        self.optimizers = list(optimizers.values())
+        together = nn.ModuleList(self.modules)
+        self.trained = [one for one in together.parameters() if one.requires_grad]
+        self.average = []
+        known = {id(one) for one in self.trained}
+        for one in self.optimizers:
+            if any(id(parameter) not in known for group in one.param_groups for parameter in group["params"]):
+                raise InvalidArgument(
+                    f"optimizer: {type(one).__name__} has parameters that are in no model of this run"
+                )
+        self.changes_gradients = not all(type(one).__module__.startswith("torch.optim") for one in self.optimizers)
+
+    def update(self, rate: float, step: int) -> None:
+        for one in self.optimizers:
+            one.step()
+        for scheduler in self._schedulers.values():
+            scheduler.step()
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "groups": [
+                [
+                    {key: plain_state(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
+                    for group in one.param_groups
+                ]
+                for one in self.optimizers
+            ],
+            "schedulers": {
+                name: plain_state(one.state_dict(), f"scheduler {name}") for name, one in self._schedulers.items()
+            },
+            "state": {name: plain_state(one.state_dict(), f"state {name}") for name, one in self._others.items()},
+        }
+
+    def load_plain(self, state: Mapping[str, Any]) -> None:
+        for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in values.items():
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for name, one in self._schedulers.items():
+            one.load_state_dict(state["schedulers"][name])
+        for name, other in self._others.items():
+            other.load_state_dict(state["state"][name])
+
+    def trial_state(self) -> StateTemplate:
+        modules, optimizers = copy.deepcopy((nn.ModuleList(self.modules), self.optimizers))
+        return trial_state(optimizers, [one for one in modules.parameters() if one.requires_grad])

@@ -1,0 +1,64 @@
+"""The coordinator that ``hoop run`` hosts for scripts with ``hoop.elastic``: in a thread, for the time of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import TracebackType
+
+from hoop.errors import HoopError
+from hoop.membership.failure_detector import DetectorConfig
+from hoop.servers.coordinator import CoordinatorConfig
+from hoop.servers.coordinator_service import CoordinatorServer
+from hoop.wire.auth import Credentials
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token, new_token
+
+COORDINATOR, TOKEN = "HOOP_RUN_COORDINATOR", "HOOP_RUN_TOKEN"
+"""Variables of the ranks."""
+START_TIMEOUT_S = 60.0
+LEASE_S = 5.0
+"""A device without a heartbeat for this long is lost. Its heartbeats share a process with the user's own code."""
+
+
+class RunCoordinator:
+    """A coordinator on loopback with a token of its own. A context manager."""
+
+    def __init__(self) -> None:
+        self._token = new_token()
+        self._started, self._ending = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="hoop-run-coordinator", daemon=True)
+        self.variables: dict[str, str] = {}
+        """For the environment of the ranks."""
+
+    def __enter__(self) -> RunCoordinator:
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S) or self._error is not None:
+            raise HoopError(f"the coordinator of the run did not start: {self._error or 'no answer'}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        self._thread.join(START_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+    async def _run(self) -> None:
+        credentials = Credentials(Role.COORDINATOR, Token.parse(self._token))
+        server = CoordinatorServer(
+            CoordinatorConfig(detector=DetectorConfig(lease_s=LEASE_S), credentials=credentials, command="hoop run")
+        )
+        address = await server.start()
+        self.variables = {COORDINATOR: str(address), TOKEN: self._token}
+        self._started.set()
+        await asyncio.to_thread(self._ending.wait)
+        await server.stop()
