@@ -27,7 +27,7 @@ def test_a_run_whose_only_rank_was_left_out_before_it_had_state_begins_again(
 ) -> None:
     obstacles: list[HoopError | None] = []
 
-    def fail_once(*arguments: Any) -> TrainingSetup:
+    def fail_once(*arguments: Any, **more: Any) -> TrainingSetup:
         monkeypatch.setattr("hoop.engine.trainer.prepare", prepare)
         raise PeerLost("a peer is gone")
 

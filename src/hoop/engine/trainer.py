@@ -185,7 +185,7 @@ class Trainer:
         context, settings = self._context, self._settings
         tensors, metadata = deserialize(resume) if resume is not None else ({}, {"steps": 0})
         self._done = self._epoch_end = self._first_step = int(metadata["steps"])
-        if "evaluation" in metadata:
+        if metadata.get("evaluation"):
             self._progress.resume(Evaluation.from_row(metadata["evaluation"]))
             self._check_early_stop()
         if self._sharded is not None:
@@ -379,7 +379,7 @@ class Trainer:
             final,
             role.num_checkpoint_parts,
             reshard_count,
-            self._progress.evaluation.to_row(),
+            self._progress.evaluation.to_row() if self._settings.patience else (),
         )
 
     # ---- membership changes

@@ -184,14 +184,16 @@ class SnapshotPublisher:
     ) -> None:
         """Publishes this rank's part of the checkpoint after ``done`` steps; ``tensors`` is None if it has no part.
 
-        A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``. ``evaluation``: the newest
-        one, as ``Evaluation.to_row`` returns it.
+        A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``. ``evaluation``: for early
+        stopping, the newest one, as ``Evaluation.to_row`` returns it.
         """
         self._newest = done
         if tensors is None:
             return
         epoch, step = divmod(done, steps_per_epoch)
-        about = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run, "evaluation": list(evaluation)}
+        about: dict[str, Any] = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run}
+        if evaluation:
+            about["evaluation"] = list(evaluation)
         data = serialize(tensors, about)
         # Two buffers in turn: the client may read one while the next is written.
         buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
