@@ -136,7 +136,7 @@ def test_an_evaluation_is_emitted_once_after_the_rows_of_its_steps() -> None:
     rank.step(3)
     rank.report()
     assert [event["kind"] for event in rank.events] == ["steps", "evaluated", "steps"]
-    fields = {"epoch": 1, "loss": 0.25, "accuracy": 0.5, "split": "test"}
+    fields = {"epoch": 1, "loss": 0.25, "accuracy": 0.5, "split": "test", "metrics": {}, "best": True}
     assert rank.events[1] == {"kind": "evaluated", "steps": 2, **fields}
 
 

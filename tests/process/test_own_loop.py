@@ -34,7 +34,7 @@ def printed(*command: str) -> list[tuple[str, ...]]:
     return [found.groups() for found in LINE.finditer(done.stdout)]
 
 
-@pytest.mark.parametrize("name", ["own_loop", "gan"])
+@pytest.mark.parametrize("name", ["gan", pytest.param("own_loop", marks=pytest.mark.slow)])
 def test_the_weights_do_not_depend_on_the_number_of_devices_or_on_a_kill(name: str, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{name}.py")
     alone = printed(script)

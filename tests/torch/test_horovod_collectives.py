@@ -223,7 +223,7 @@ def all_checks(rank: int, size: int) -> list[str]:
     return [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_collectives(run_ranks: Ranks, size: int) -> None:
     assert run_ranks(size, in_run, all_checks) == [[check.__name__ for check in CHECKS]] * size
 
@@ -250,7 +250,7 @@ def join_with_uneven_steps(rank: int, size: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_with_fewer_batches_join(run_ranks: Ranks, size: int) -> None:
     assert run_ranks(size, in_run, join_with_uneven_steps) == [[size - 1, size - 1]] * size
 

@@ -141,7 +141,7 @@ def all_variants(rank: int, size: int) -> dict[str, Any]:
     return {name: train(rank, size, kind, **options) for name, (kind, options) in VARIANTS.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_equals_that_of_one_process(run_ranks: Ranks, size: int) -> None:
     results = as_tensors(run_ranks(size, in_run, all_variants))
     for name, (kind, options) in VARIANTS.items():
@@ -199,7 +199,7 @@ def broadcast_state(rank: int, size: int) -> tuple[Any, Any]:
     return model.state_dict(), optimizer.state_dict()
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_state_is_broadcast(run_ranks: Ranks, size: int) -> None:
     *others, root = as_tensors(run_ranks(size, in_run, broadcast_state))
     assert root[1]["param_groups"][0]["lr"] == 0.01 * size
@@ -236,7 +236,7 @@ def normalize(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_batch_normalization_over_all_ranks(run_ranks: Ranks, size: int) -> None:
     layer = nn.BatchNorm2d(3).double()
     everyones = torch.cat(images(size)).requires_grad_()

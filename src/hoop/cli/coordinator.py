@@ -110,7 +110,7 @@ def coordinator(
     ] = False,
 ) -> None:
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
-    from hoop.cli.running import Stopping
+    from hoop.cli.running import Stopping, run_event_loop
     from hoop.servers.coordinator import journal_location
     from hoop.servers.coordinator_service import CoordinatorServer
     from hoop.servers.grpc_server import write_address_file
@@ -160,4 +160,4 @@ def coordinator(
             if address_file is not None and written:  # else the file is another command's
                 address_file.unlink(missing_ok=True)
 
-    asyncio.run(run())
+    run_event_loop(run)

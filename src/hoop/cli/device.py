@@ -81,7 +81,7 @@ def device(
     Ctrl-C or SIGTERM makes it leave: it finishes the step, hands over, and ends with code 0. If the device that takes
     over is still loading the job, it waits for that; a second Ctrl-C or SIGTERM makes it leave at once.
     """
-    from hoop.cli.running import Stopping
+    from hoop.cli.running import Stopping, run_event_loop
     from hoop.engine.entrypoint import train_rank
     from hoop.servers.device import DeviceConfig
     from hoop.servers.grpc_server import write_address_file
@@ -134,7 +134,7 @@ def device(
             if address_file is not None and written:
                 address_file.unlink(missing_ok=True)
 
-    asyncio.run(run())
+    run_event_loop(run)
 
 
 def _advertised(text: str | None) -> tuple[str, Address | None]:

@@ -12,7 +12,10 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 from typing import Any
+
+from hoop.signals import defer_signals
 
 AGAIN_S = 0.02
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,6 +34,15 @@ def end_by_signals() -> None:
     for number in (signal.SIGTERM, *not_ignored(signal.SIGHUP)):
         signal.signal(number, _exit)
     sys.unraisablehook = _resend_dropped_signal
+
+
+def run_event_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """``asyncio.run(main())``, where a signal cannot interrupt the making of the event loop and leave it half made."""
+    with defer_signals():
+        runner = asyncio.Runner()
+        runner.get_loop()
+    with runner:
+        runner.run(main())
 
 
 class _Signalled(SystemExit):

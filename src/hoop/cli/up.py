@@ -50,7 +50,7 @@ def up(
     [bold]--lab[/bold] programs that speak the lab's gpu_sim protocol. Ctrl-C ends all processes and removes their
     files.
     """
-    from hoop.cli.running import Stopping
+    from hoop.cli.running import Stopping, run_event_loop
     from hoop.launch.local import LocalCluster, LocalConfig
 
     if devices < 0:
@@ -105,4 +105,4 @@ def up(
             if address_file is not None and started:  # else the file is another command's
                 address_file.unlink(missing_ok=True)
 
-    asyncio.run(run())
+    run_event_loop(run)
