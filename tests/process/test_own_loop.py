@@ -34,12 +34,18 @@ def printed(*command: str) -> list[tuple[str, ...]]:
     return [found.groups() for found in LINE.finditer(done.stdout)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gan", "own_loop"])
+def test_the_weights_do_not_depend_on_the_number_of_devices(name: str) -> None:
+    script = str(EXAMPLES / f"{name}.py")
+    assert printed("-m", "hoop", "run", "-np", "3", script) == printed(script) * 3
+
+
 @pytest.mark.parametrize("name", ["gan", pytest.param("own_loop", marks=pytest.mark.slow)])
-def test_the_weights_do_not_depend_on_the_number_of_devices_or_on_a_kill(name: str, tmp_path: Path) -> None:
+def test_the_survivors_of_a_kill_have_the_weights_of_one_device(name: str, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{name}.py")
     alone = printed(script)
     assert len(alone) == 1
-    assert printed("-m", "hoop", "run", "-np", "3", script) == alone * 3
     killer = tmp_path / "killed.py"
     killer.write_text(KILLER.format(step=5, rank=0, script=script))
     survivors = printed("-m", "hoop", "run", "-np", "3", "--min-np", "1", "--max-restarts", "0", str(killer))
