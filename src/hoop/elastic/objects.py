@@ -10,7 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hoop.engine.custom.objects import StateTemplate, TrainedObjects, plain_state, trial_state
+from hoop.engine.custom.objects import (
+    StateTemplate,
+    TrainedObjects,
+    keeps_gradients,
+    load_groups,
+    load_scheduler,
+    plain_groups,
+    plain_state,
+    trial_state,
+)
 from hoop.errors import InvalidArgument
 
 
@@ -57,7 +66,7 @@ class LoopObjects(TrainedObjects):
                 raise InvalidArgument(
                     f"optimizer: {type(one).__name__} has parameters that are in no model of this run"
                 )
-        self.changes_gradients = not all(type(one).__module__.startswith("torch.optim") for one in self.optimizers)
+        self.changes_gradients = not all(map(keeps_gradients, self.optimizers))
 
     def update(self, rate: float, step: int) -> None:
         for one in self.optimizers:
@@ -67,13 +76,7 @@ class LoopObjects(TrainedObjects):
 
     def plain(self) -> dict[str, Any]:
         return {
-            "groups": [
-                [
-                    {key: plain_state(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
-                    for group in one.param_groups
-                ]
-                for one in self.optimizers
-            ],
+            "groups": [plain_groups(one) for one in self.optimizers],
             "schedulers": {
                 name: plain_state(one.state_dict(), f"scheduler {name}") for name, one in self._schedulers.items()
             },
@@ -82,11 +85,9 @@ class LoopObjects(TrainedObjects):
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
         for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                for key, value in values.items():
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            load_groups(optimizer, groups)
         for name, one in self._schedulers.items():
-            one.load_state_dict(state["schedulers"][name])
+            load_scheduler(one, state["schedulers"][name])
         for name, other in self._others.items():
             other.load_state_dict(state["state"][name])
 

@@ -25,8 +25,6 @@ Scheduler = LRScheduler | ReduceLROnPlateau
 StateTemplate = list[dict[tuple[int, str], Any]]
 """For each trained parameter: what the optimizers keep of it, by number of the optimizer and key."""
 PLAIN = (bool, int, float, str, type(None))
-_COPIES = "torch.optim"
-"""Optimizers of PyTorch do not change the gradients that they get; others get copies."""
 
 
 def make_optimizer(job: Job, settings: Settings, model: nn.Module) -> Optimizer:
@@ -36,7 +34,7 @@ def make_optimizer(job: Job, settings: Settings, model: nn.Module) -> Optimizer:
     if job.parameter_groups is not None:
         groups = job.parameter_groups(model)
         groups = list(groups) if isinstance(groups, Iterable) else groups
-        _check_groups(groups, model)
+        _check_groups(groups)
     if not trained:
         raise InvalidArgument("model: it has no parameter with requires_grad=True; there is nothing to train")
     if job.optimizer is None:
@@ -57,7 +55,7 @@ def make_optimizer(job: Job, settings: Settings, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _check_groups(groups: Any, model: nn.Module) -> None:
+def _check_groups(groups: Any) -> None:
     if not isinstance(groups, list) or not all(isinstance(one, Mapping) and "params" in one for one in groups):
         raise InvalidArgument(
             "parameter_groups: it returned no list of dicts with 'params'; give a function of the model that returns "
@@ -88,10 +86,7 @@ def make_scheduler(job: Job, optimizer: Optimizer) -> Scheduler | None:
 
 
 def plain_state(state: Any, field: str) -> Any:
-    """State made of numbers, texts, lists and dicts, as JSON has it; raises for anything else.
-
-    Keys that begin with an underscore and hold functions or optimizers are left out: they are made again.
-    """
+    """State made of numbers, texts, lists and dicts, as JSON has it; raises for anything else, and names ``field``."""
     if isinstance(state, PLAIN):
         return state
     if isinstance(state, Tensor) and state.numel() == 1:
@@ -106,6 +101,36 @@ def plain_state(state: Any, field: str) -> Any:
         f"{field}: its state is {type(state).__name__}, which cannot be kept in a checkpoint; keep numbers, texts, "
         "lists and dicts of them, or tensors"
     )
+
+
+def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of an optimizer's parameter groups, in the form that JSON has."""
+    return [
+        {key: plain_state(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Loads what ``plain_groups`` returned."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            own = group.get(key)
+            if isinstance(own, Tensor):
+                own.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(own, tuple) else value
+
+
+def load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
+    """Loads ``plain_state(scheduler.state_dict())``."""
+    own = scheduler.state_dict()
+    scheduler.load_state_dict({key: _like(value, own.get(key)) for key, value in state.items()})
+
+
+def keeps_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer leaves the gradients that it gets unchanged: those of PyTorch do, others get copies."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 class TrainedObjects(ABC):
@@ -164,8 +189,7 @@ class TrainingObjects(TrainedObjects):
         self._evaluated = -1
         """Steps done at the last evaluation that a ReduceLROnPlateau has had."""
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        module = type(self.optimizer).__module__
-        self.changes_gradients = not module.startswith(_COPIES)
+        self.changes_gradients = not keeps_gradients(self.optimizer)
 
     def update(self, rate: float, step: int) -> None:
         """Updates the parameters with their ``grad``.
@@ -205,26 +229,15 @@ class TrainingObjects(TrainedObjects):
 
     def plain(self) -> dict[str, Any]:
         """The values of parameter groups and of the scheduler, in the form that JSON has."""
-        groups = [
-            {key: plain_state(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
         scheduler = None if self.scheduler is None else plain_state(self.scheduler.state_dict(), "lr_scheduler")
-        return {"groups": groups, "scheduler": scheduler, "evaluated": self._evaluated}
+        return {"groups": plain_groups(self.optimizer), "scheduler": scheduler, "evaluated": self._evaluated}
 
     def load_plain(self, state: Mapping[str, Any]) -> None:
         """Loads what ``plain`` returned, on this rank or another one."""
         self._evaluated = int(state["evaluated"])
-        for group, values in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        load_groups(self.optimizer, state["groups"])
         if self.scheduler is not None and state["scheduler"] is not None:
-            own = self.scheduler.state_dict()
-            loaded = {key: _like(value, own.get(key)) for key, value in state["scheduler"].items()}
-            self.scheduler.load_state_dict(loaded)
+            load_scheduler(self.scheduler, state["scheduler"])
 
 
 def _like(value: Any, own: Any) -> Any:
