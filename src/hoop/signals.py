@@ -1,13 +1,22 @@
-"""Blocks of code that a signal handler must not interrupt."""
+"""Signals: blocks of code that a handler must not interrupt, and processes that end with their parent."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TERMINATING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Sends this process the signal ``number`` when the thread that forked it ends. On Linux."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

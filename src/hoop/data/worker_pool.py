@@ -9,7 +9,6 @@ would crash in them. They end with the process that made them.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import stat
@@ -17,7 +16,7 @@ import time
 import traceback
 from collections.abc import Hashable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -25,9 +24,15 @@ import torch.multiprocessing as multiprocessing
 from hoop.data.dataset import Indices
 from hoop.data.structured import StructuredDataset
 from hoop.errors import DeadlineExceeded, FailedPrecondition, UserError
+from hoop.signals import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _STOP = None
+
+
+class _Failure(NamedTuple):
+    """A worker's answer instead of a batch: the traceback of the dataset's exception."""
+
+    traceback: str
 
 
 class WorkerPool:
@@ -66,20 +71,20 @@ class WorkerPool:
             if left <= 0 or not wait(self._pipes, left):
                 raise DeadlineExceeded(f"num_workers: a worker has not loaded its batch {key} in time")
             self._receive()
-        kind, value = self._done.pop(key)
-        if kind == "error":
-            raise UserError(f"your code failed, in a worker that loads samples: {value}")
-        return value
+        found = self._done.pop(key)
+        if isinstance(found, _Failure):
+            raise UserError(f"your code failed, in a worker that loads samples: {found.traceback}")
+        return found
 
     def _receive(self) -> None:
         for pipe in wait(self._pipes, 0):
             assert isinstance(pipe, Connection)
             try:
-                key, kind, value = pipe.recv()
+                key, found = pipe.recv()
             except (EOFError, OSError):
                 raise self._ended(self._pipes.index(pipe)) from None
             self._worker_of.pop(key, None)
-            self._done[key] = kind, value
+            self._done[key] = found
 
     def _ended(self, worker: int) -> FailedPrecondition:
         process = self._processes[worker]
@@ -90,7 +95,7 @@ class WorkerPool:
         )
 
     def forget_except(self, keys: set[Hashable]) -> None:
-        """Drops batches that are not wanted any more, once they arrive."""
+        """Drops loaded batches that are not wanted any more."""
         for key in [one for one in self._done if one not in keys]:
             del self._done[key]
 
@@ -125,7 +130,7 @@ def _close_sockets(own: int) -> None:
 
 def _work(data: StructuredDataset, pipe: Connection, other_end: Connection, parent: int) -> None:
     """The loop of a worker."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -142,7 +147,7 @@ def _work(data: StructuredDataset, pipe: Connection, other_end: Connection, pare
             os._exit(0)
         key, indices, epoch, seed = request
         try:
-            answer = (key, "batch", data.load(indices, epoch=epoch, seed=seed))
+            answer = data.load(indices, epoch=epoch, seed=seed)
         except Exception:
-            answer = (key, "error", traceback.format_exc())
-        pipe.send(answer)
+            answer = _Failure(traceback.format_exc())
+        pipe.send((key, answer))

@@ -8,7 +8,6 @@ the devices that inherit its environment live. A daemon that the user has starte
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -18,12 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hoop.signals import end_with_parent
+
 CONTROL = "nvidia-cuda-mps-control"
 PIPE_DIRECTORY, LOG_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT_PIPE = Path("/tmp/nvidia-mps/control")  # noqa: S108 - where the driver's own tools look
 START_S = 10.0
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
 
 
 def count_gpus(folder: str = "/dev") -> int:
@@ -73,7 +73,7 @@ def _environment(folder: str) -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
 
 
 def _wait_until_ready(control: str, daemon: subprocess.Popen[bytes]) -> str:
