@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -370,28 +370,30 @@ def _checked_folder(out: Any) -> Path | None:
         raise InvalidArgument(f"out: {out!r:.80} is not the path of a folder") from None
 
 
-def _checked_settings(job: Job, name: str, settings: dict[str, Any]) -> Settings:
-    """The settings of a job with those that were given; raises if the job's own parts make one of them void."""
-    if job.optimizer is not None or job.lr_scheduler is not None:
-        void = set(OPTIMIZER_FIELDS if job.optimizer is not None else ())
-        void |= set(SCHEDULE_FIELDS if job.lr_scheduler is not None else ())
-        for field_name in sorted(void & set(settings)):
-            own = "optimizer" if job.optimizer is not None and field_name in OPTIMIZER_FIELDS else "lr_scheduler"
-            raise InvalidArgument(
-                f"{field_name}: {settings[field_name]!r} has no effect, because {own} is a function that has its own; "
-                f"state it there, or leave out {own}"
-            )
-    for field_name in sorted({"batch_size", "shuffle", "drop_last"} & set(settings) & set(job.settings)):
-        if settings[field_name] != job.settings[field_name] and not job.about:
-            raise InvalidArgument(
-                f"{field_name}: {settings[field_name]!r} is given, and the DataLoader has "
-                f"{job.settings[field_name]!r}; leave one of them out"
-            )
-    return job.defaults(name).replaced(settings).check()
-
-
 OPTIMIZER_FIELDS = ("lr", "momentum", "nesterov", "beta1", "beta2", "eps", "weight_decay")
 SCHEDULE_FIELDS = ("schedule", "warmup", "step_every", "step_factor", "final")
+
+
+def _check_effective(job: Job, settings: Mapping[str, Any]) -> None:
+    """Raises if a given setting has no effect, because the job makes its own optimizer or scheduler."""
+    for own, made, fields in (
+        ("optimizer", job.optimizer, OPTIMIZER_FIELDS),
+        ("lr_scheduler", job.lr_scheduler, SCHEDULE_FIELDS),
+    ):
+        for name in sorted(set(fields) & set(settings)) if made is not None else ():
+            raise InvalidArgument(
+                f"{name}: {settings[name]!r} has no effect, because {own} is a function that has its own; state it "
+                f"there, or leave out {own}"
+            )
+
+
+def _check_loader(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raises if a given setting is another one than the ``DataLoader`` has. ``stated``: the loader's."""
+    for name in sorted(set(stated) & set(settings)):
+        if settings[name] != stated[name]:
+            raise InvalidArgument(
+                f"{name}: {settings[name]!r} is given, and the DataLoader has {stated[name]!r}; leave one of them out"
+            )
 
 
 def train(
@@ -498,8 +500,11 @@ def train(
     else:
         job = model if isinstance(model, Job) else job_from(model, data, parts)
         name = f"inherited:{len(INHERITED)}"
+    if not isinstance(model, str | Job):
+        _check_loader(job.settings, settings)
+    _check_effective(job, settings)
     limit = {"max_devices": count.most} if count.most else {}
-    wanted = _checked_settings(job, name, {**settings, **limit, "strategy": spec})
+    wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
     check_replicas(wanted.replicas, count.first)
     loaded = job.data()  # before the fork: devices share what is loaded now
     with blaming_user_code("calling the model and the loss before the first step"):

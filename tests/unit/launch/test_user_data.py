@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
+import hoop
 from hoop.data.dataset import Splits
 from hoop.data.structured import NestedData, SampleData
 from hoop.data.tensors import MapData, TensorData
@@ -90,6 +91,12 @@ def test_a_loader_states_batch_size_order_and_workers() -> None:
     assert user_data(DataLoader(dataset, batch_size=5)).settings["shuffle"] is False
     assert isinstance(user_data(dataset).splits.train, MapData)
     assert isinstance(user_data((X, Y)).splits.train, TensorData)
+
+
+def test_a_setting_that_differs_from_the_loaders_is_refused() -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=5)
+    with pytest.raises(InvalidArgument, match="batch_size: 4 is given, and the DataLoader has 5; leave one of them"):
+        hoop.train(nn.Linear(2, 3), loader, batch_size=4)
 
 
 @pytest.mark.parametrize(
