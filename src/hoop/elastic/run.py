@@ -4,8 +4,8 @@
     each process of the script   Run ──▶ a device in this process, which joins the coordinator
                                       ──▶ a training thread, which takes turns with the loop (``own_loop.py``)
 
-The process with RANK 0 starts the job when all devices have joined. A process that is started again joins the running
-job, and gets the state from the others. Without a launcher the script is the only device.
+The process with RANK 0 starts the job when all devices have joined. The coordinator invites a process that is started
+again to the running job. Without a launcher the script is the only device.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hoop.engine.custom.own_loop import OWN_LOOP_LOSS, Computed, Ended, LoopExch
 from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer
 from hoop.job_events import Emit
+from hoop.launch.rank_processes import RESTART_COUNT
 from hoop.launch.run_coordinator import COORDINATOR, TOKEN
 from hoop.runs.user_data import user_data
 from hoop.servers.coordinator import CoordinatorConfig
@@ -120,7 +121,7 @@ class Run:
         server = DeviceServer(config, self._train)
         await server.start()
         try:
-            if self.rank == 0 and os.environ.get("HOOP_RESTART_COUNT", "0") == "0":
+            if self.rank == 0 and os.environ.get(RESTART_COUNT, "0") == "0":
                 await asyncio.to_thread(self._start_job, address, token)
             await asyncio.to_thread(self._over.wait)
         finally:

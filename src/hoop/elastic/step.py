@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hoop.data.structured import seed_generators
 from hoop.engine.custom.loss import ShardLoss
-from hoop.engine.custom.own_loop import Computed, Ended, LoopExchange, Shard, Updated
+from hoop.engine.custom.own_loop import Computed, LoopExchange, Shard, Updated
 from hoop.engine.data_feed import Position
 from hoop.errors import FailedPrecondition, InvalidArgument
 
@@ -84,5 +84,3 @@ class Step:
         if isinstance(message, Updated):
             self.loss = message.loss
             self._exchange.take()
-        elif isinstance(message, Ended):
-            return

@@ -27,6 +27,8 @@ from hoop.errors import InvalidArgument
 from hoop.signals import defer_signals
 
 LOOPBACK = "127.0.0.1"
+RESTART_COUNT = "HOOP_RESTART_COUNT"
+"""Variable of a rank: how often it was started again."""
 GRACE_S = 5.0
 """Time for a rank to end after SIGTERM before it is killed."""
 POLL_S = 0.1
@@ -224,7 +226,7 @@ class RankProcesses:
             "GROUP_RANK": "0",
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.getsockname()[1]),
-            "HOOP_RESTART_COUNT": str(restarts),
+            RESTART_COUNT: str(restarts),
             "OMP_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
         }

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Indices
-from hoop.data.structured import StructuredDataset, leaves, split_pair
+from hoop.data.structured import StructuredDataset, split_pair
 from hoop.engine.loss_trial import CUTS, SAMPLES, Decomposition, no_side_effects
 from hoop.engine.stage.autograd import MEAN, NONE, SUM, function_name, hits
 from hoop.errors import InvalidArgument
@@ -207,9 +207,7 @@ def _metric(name: str, value: Any, samples: int) -> tuple[float, float]:
         ) from None
 
 
-def find_loss(
-    function: Any, stated: str | None, data: StructuredDataset, model: nn.Module, seed: int, precision: str = "float32"
-) -> CustomLoss:
+def find_loss(function: Any, stated: str | None, data: StructuredDataset, model: nn.Module, seed: int) -> CustomLoss:
     """The loss with its reduction, from trial calls on training samples; raises if it cannot be found out.
 
     The trial calls have no side effects: random generators and buffers are restored. ``stated``: the job's reduction.
@@ -259,13 +257,12 @@ def _scalar_reduction(loss: CustomLoss, model: nn.Module, data: StructuredDatase
         returned, _ = loss._call(model, data.load(part, epoch=0, seed=seed))
         return float(_as_loss(loss.function, _split_metrics(loss.function, returned)[0], len(part)).reshape(()))
 
-    possible, tried = {MEAN, SUM}, []
+    possible = {MEAN, SUM}
     whole = value(indices)
     for ends in CUTS:
         parts = [(high - low, value(indices[low:high])) for low, high in itertools.pairwise([0, *ends, len(indices)])]
         one = Decomposition(whole, parts)
         if one.is_conclusive:
-            tried.append(one)
             possible = {reduction for reduction in possible if one.fits(reduction)}
             if not possible:
                 raise InvalidArgument(
@@ -287,8 +284,3 @@ def needs_custom(model: nn.Module) -> bool:
     trained = [one for one in model.parameters() if one.requires_grad]
     floating = [one for one in [*trained, *model.buffers()] if one.is_floating_point()]
     return any(one.dtype != torch.float32 for one in floating) or any(one.is_complex() for one in trained)
-
-
-def is_one_tensor(value: Any) -> bool:
-    """Whether outputs are a single tensor, as the flat path needs."""
-    return isinstance(value, Tensor) and sum(1 for _ in leaves(value)) == 1
