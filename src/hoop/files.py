@@ -68,6 +68,18 @@ def atomic_write(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise
 
 
+def link_file(path: Path, name: Path) -> None:
+    """Give a file a second name, in place of the file that has it: a hard link, or a copy where there are none."""
+    temporary = name.with_name(f".{name.name[:_NAME_CHARACTERS]}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
+    try:
+        os.link(path, temporary)
+    except OSError:
+        write_bytes(name, path.read_bytes())
+        return
+    os.replace(temporary, name)
+    sync_folder(name.parent)
+
+
 def make_folder(path: Path | str, field: str) -> Path:
     """Make a folder, with its parents, for files that are written later; raises if no file can be created in it.
 

@@ -379,7 +379,7 @@ class Trainer:
             final,
             role.num_checkpoint_parts,
             reshard_count,
-            self._progress.evaluation.to_row() if self._settings.patience else (),
+            self._progress.evaluation.to_row() if self._role.evaluates else (),
         )
 
     # ---- membership changes

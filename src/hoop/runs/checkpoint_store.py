@@ -23,10 +23,12 @@ from torch import Tensor
 
 from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
 from hoop.errors import FailedPrecondition, HoopError
-from hoop.files import write_bytes
+from hoop.files import link_file, write_bytes
 from hoop.job_events import CheckpointWritten, JobEvent, Warned
 
 FOLDER = "checkpoints"
+BEST = "best.safetensors"
+"""Another name of the checkpoint after the best evaluation, which stays when the file of that step is removed."""
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that ``set_aside`` renamed."""
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
@@ -119,6 +121,8 @@ class CheckpointWriter:
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
         self._events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
+        self._best_step = -1
+        """Step of the best evaluation that has no checkpoint yet."""
         self.last: Path | None = None
         """The newest checkpoint that this object has written."""
 
@@ -137,6 +141,19 @@ class CheckpointWriter:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hoop-checkpoints", daemon=True)
                 self._thread.start()
+
+    def mark_best(self, step: int) -> None:
+        """The evaluation after this step was the best so far: its checkpoint, now or when it comes, is the best one."""
+        with self._changed:
+            self._best_step = step
+            if self.last is not None and step_of(self.last) == step:
+                self._link_best(self.last)
+
+    def _link_best(self, path: Path) -> None:
+        try:
+            link_file(path, self._folder / BEST)
+        except OSError as error:
+            self._events.put(_warning(self._folder / BEST, f"could not be written ({error}); training goes on"))
 
     def new_events(self) -> list[JobEvent]:
         """Events since the last call: ``CheckpointWritten`` or ``Warned`` for each snapshot."""
@@ -183,7 +200,10 @@ class CheckpointWriter:
             kept = f"the newest is {newest}" if newest else "none is there yet"
             yield _warning(path, f"could not be written ({error}); training goes on, {kept}")
             return
-        self.last = path
+        with self._changed:
+            self.last = path
+            if one.step == self._best_step:
+                self._link_best(path)
         seconds = time.perf_counter() - started
         yield CheckpointWritten(one.step, str(path), len(data), seconds)
         try:

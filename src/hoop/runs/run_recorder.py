@@ -3,7 +3,7 @@
     config.json          every setting, resolved
     metrics.jsonl        a line a step and an evaluation
     tensorboard/         the same for TensorBoard, with learning rate, speed and number of devices
-    checkpoints/         step-00000235.safetensors: weights, optimizer, position in the data
+    checkpoints/         step-00000235.safetensors: weights, optimizer, position in the data; best.safetensors
     ledger.jsonl         provenance of each step, as the devices reported it
     trace.json           for Perfetto or chrome://tracing, a track a device
     curve.svg            loss and accuracy
@@ -113,6 +113,8 @@ class RunRecorder:
 
     def record(self, observed: Observed) -> None:
         """Writes an event of the job to the ledger and the metrics."""
+        if isinstance(observed.event, ev.Evaluated) and observed.event.best:
+            self._writer.mark_best(observed.event.steps)
         for write in (self._write_ledger, self._write_metrics):
             try:
                 write(observed)
