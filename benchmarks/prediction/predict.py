@@ -29,8 +29,8 @@ from hoop.errors import HoopError
 from hoop.lab.bench.contest import Contest
 from hoop.lab.bench.links import link_seconds, run_in_parallel
 from hoop.report.tables import Column, Table
-from hoop.runs.api import Launch, Training
 from hoop.runs.job_lookup import job_named, resolved
+from hoop.runs.training import Launch, Training
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import FREE_MACHINE, Costs, Machine, Points
 from hoop.simulate.simulation import simulate

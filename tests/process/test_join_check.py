@@ -15,7 +15,7 @@ import hoop
 from hoop import job_events as ev
 from hoop.cli.status import as_plain
 from hoop.errors import FailedPrecondition, NotFound
-from hoop.runs.api import choose_devices
+from hoop.runs.training import choose_devices
 from hoop.servers import device, link_checks
 from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.link_checks import MAX_PEERS, choose_peers, needs_check

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hoop.cli.train import _rank_credentials
 from hoop.errors import InvalidArgument
+from hoop.runs.meeting import rank_credentials
 from hoop.schedulers.base import Placement
 from hoop.topology import Address
 from hoop.wire.roles import Role
@@ -25,31 +25,31 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_one_host_no_token_is_needed() -> None:
-    assert not _rank_credentials(HERE, None).required
+    assert not rank_credentials(HERE, None).required
 
 
 def test_on_several_hosts_a_token_is_needed() -> None:
     with pytest.raises(InvalidArgument, match=r"^token: the ranks of this run meet at n01:4021, .*hoop token FILE"):
-        _rank_credentials(SPREAD, None)
+        rank_credentials(SPREAD, None)
 
 
 def test_the_token_comes_from_the_environment_or_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_private(tmp_path / "token", new_token())
-    assert _rank_credentials(SPREAD, tmp_path / "token").role is Role.DEVICE
+    assert rank_credentials(SPREAD, tmp_path / "token").role is Role.DEVICE
     monkeypatch.setenv("HOOP_TOKEN", new_token())
-    assert _rank_credentials(SPREAD, None).role is Role.DEVICE
-    assert _rank_credentials(replace(SPREAD, rank=0), None).role is Role.COORDINATOR
+    assert rank_credentials(SPREAD, None).role is Role.DEVICE
+    assert rank_credentials(replace(SPREAD, rank=0), None).role is Role.COORDINATOR
 
 
 def test_a_token_of_a_device_suffices_for_ranks_other_than_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOP_TOKEN", Token.parse(new_token()).role_token(Role.DEVICE))
-    assert _rank_credentials(SPREAD, None).required
+    assert rank_credentials(SPREAD, None).required
     with pytest.raises(InvalidArgument, match="a coordinator needs the join token"):
-        _rank_credentials(replace(SPREAD, rank=0), None)
+        rank_credentials(replace(SPREAD, rank=0), None)
 
 
 def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     write_private(tmp_path / "token", new_token())
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(InvalidArgument, match="chmod 600"):
-        _rank_credentials(SPREAD, tmp_path / "token")
+        rank_credentials(SPREAD, tmp_path / "token")

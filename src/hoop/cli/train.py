@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
     from hoop.launch.ray_cluster import Ray
-    from hoop.runs.api import Launch
+    from hoop.runs.training import Launch
     from hoop.schedulers.base import Placement
     from hoop.wire.auth import Credentials
 
@@ -231,7 +231,7 @@ def train(
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
-    from hoop.runs.api import DEFAULT_DEVICES
+    from hoop.runs.training import DEFAULT_DEVICES
     from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
@@ -278,8 +278,10 @@ def train(
     listening = _listening(placement, interface, device_ports)
     first, timeout_s = wanted.first if wanted else None, parse_duration(meet_timeout, "--meet-timeout")
     if placement is not None:
+        from hoop.runs.meeting import rank_credentials
+
         first = wanted.first if wanted else placement.world_size
-        credentials = _rank_credentials(placement, token_file)
+        credentials = rank_credentials(placement, token_file)
         if placement.local_rank == 0:
             admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
         if placement.rank:
@@ -388,26 +390,6 @@ def _ray(
     return where if devices is None else where.with_range(devices)
 
 
-def _rank_credentials(placement: Placement, token_file: Path | None) -> Credentials:
-    """The credentials of this rank; without credentials only if all ranks are processes of this user on this host."""
-    from hoop.wire.auth import find_credentials
-    from hoop.wire.roles import Role
-
-    found = find_credentials(Role.DEVICE if placement.rank else Role.COORDINATOR, token_file=token_file)
-    if found.certificates is not None:
-        raise InvalidArgument(
-            "HOOP_TLS: ranks that a scheduler started use a token, not certificates (HOOP_TOKEN_FILE)"
-        )
-    assert placement.meeting_point is not None, "checked by find_placement"
-    if not found.required and not placement.meeting_point.is_loopback:
-        raise InvalidArgument(
-            f"token: the ranks of this run meet at {placement.meeting_point}, which other machines reach, and there is "
-            "no token; make one with: hoop token FILE, in a folder that all hosts share, and set HOOP_TOKEN_FILE to "
-            "it, or HOOP_TOKEN to its text"
-        )
-    return found
-
-
 def _run_rank(
     placement: Placement,
     job: str | None,
@@ -425,23 +407,13 @@ def _run_rank(
     from hoop.cli.rank_device import run_rank
     from hoop.engine.entrypoint import train_rank
     from hoop.runs.job_lookup import job_named, resolved
-    from hoop.servers.advertised_address import wildcard_towards
-    from hoop.servers.device import DeviceConfig
+    from hoop.runs.meeting import rank_device
 
+    point = placement.meeting_point
+    assert point is not None, "checked by find_placement"
     # What a user's own code prints goes to standard error, as in rank 0.
     with contextlib.redirect_stdout(sys.stderr):
-        point = placement.meeting_point
-        assert point is not None, "checked by find_placement"
-        config = DeviceConfig(
-            point,
-            memory=memory,
-            host=listening[0] or (point.host if point.is_loopback else wildcard_towards(point.host)),
-            port=listening[1],
-            data_port=listening[1],
-            device_id=placement.device_id,
-            join_timeout_s=timeout_s,
-            credentials=credentials,
-        )
+        config = rank_device(placement, memory, credentials, timeout_s, *listening)
         try:
             if job is not None:  # else rank 0 takes it from its run
                 name = resolved(job)
@@ -464,9 +436,9 @@ def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | Non
     """Starts the job and returns; ``hoop attach`` follows it."""
     from hoop.cli.attach import attach_command
     from hoop.client.cluster import connect
-    from hoop.runs.api import choose_devices
     from hoop.runs.elastic import check_range, wait_for_devices
     from hoop.runs.job_follower import JobFollower
+    from hoop.runs.training import choose_devices
 
     assert launch.coordinator is not None, "checked before"
     for text in filter(None, (*launch.warnings, check_range(launch.devices, launch.settings))):
@@ -513,10 +485,10 @@ def _launch(
     checkpoint. ``load``: devices are forked from this process, and share the data that is loaded now."""
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
-    from hoop.runs.api import DEFAULT_DEVICES, Launch
     from hoop.runs.checkpoint_store import newest_checkpoint
     from hoop.runs.job_lookup import job_named, resolved
     from hoop.runs.run_recorder import saved_settings
+    from hoop.runs.training import DEFAULT_DEVICES, Launch
 
     found = None
     if resume:
@@ -546,7 +518,7 @@ def _launch(
 
 
 def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None:
-    from hoop.runs.api import DEFAULT_DEVICES
+    from hoop.runs.training import DEFAULT_DEVICES
 
     strategy = parse(settings.strategy)
     if here or devices:
@@ -560,7 +532,7 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
     A terminal that is closed stops a job of this machine. A job on a cluster goes on: this command just ends.
     Returns the result, and the signal that stopped it or 0.
     """
-    from hoop.runs.api import Training
+    from hoop.runs.training import Training
 
     training = Training(launch)
     events = training.events()

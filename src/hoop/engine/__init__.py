@@ -30,6 +30,7 @@ PUBLIC = (
     "job",
     "job_source",
     "loss_reduction",
+    "loss_trial",
     "numeric_probe",
     "recipes",
     "settings",

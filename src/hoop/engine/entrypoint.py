@@ -1,6 +1,6 @@
 """What a device runs for a job: ``train_rank``.
 
-A device server gets this function when it is made (``cli/device.py``, ``runs/api.py``), so that ``servers`` knows
+A device server gets this function when it is made (``cli/device.py``, ``runs/training.py``), so that ``servers`` knows
 nothing of the engine. It is called on the training thread of a task (``servers/tasks.py``).
 """
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,14 @@ class Decomposition:
         sizes = [(count if reduction == MEAN else 1) * abs(value) for count, value in self.parts]
         size = sum(sizes) / (self.samples if reduction == MEAN else 1)
         return abs(self.whole - expected) <= TOLERANCE * max(size, abs(self.whole))
+
+
+def compiling_nothing() -> AbstractContextManager[Any]:
+    """In the block compiled models run as they were before ``torch.compile``."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

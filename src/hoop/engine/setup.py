@@ -273,7 +273,7 @@ def _check_same_on_all_ranks(
     weights = hashlib.sha256()
     with torch.no_grad():
         for tensor in model.state_dict().values() if model is not None else ():
-            weights.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            weights.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     mine = {
         "settings": settings.to_json(),
         "loss": reduction,

@@ -108,6 +108,43 @@ def fork(work: Callable[[], None], close: set[int]) -> int:
         os._exit(code)
 
 
+def call_in_child(work: Callable[[], None], timeout_s: float) -> None:
+    """Call ``work`` in a forked child, and raise the HoopError that it raises there.
+
+    For user code that may start CUDA, as a step of PyTorch's optimizers does where there is a GPU: no child that is
+    forked from a process with CUDA can use it.
+    """
+    read, write = os.pipe()
+
+    def report() -> None:
+        try:
+            work()
+        except HoopError as error:
+            os.write(write, json.dumps({"error": type(error).__name__, "text": str(error)}).encode())
+        else:
+            os.write(write, b"{}")
+
+    pid = fork(report, close={read})
+    os.close(write)
+    deadline = time.monotonic() + timeout_s
+    text = b""
+    try:
+        while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not (part := os.read(read, 1 << 16)):
+                break
+            text += part
+        else:
+            os.kill(pid, signal.SIGKILL)
+            raise DeadlineExceeded(f"a step of your optimizer on the first weights took longer than {timeout_s:g} s")
+    finally:
+        os.close(read)
+        os.waitpid(pid, 0)
+    if not text:
+        raise InternalError("the process that tries a step of the optimizer died; what it printed is above")
+    if found := json.loads(text):
+        raise error_from_name(found["error"], found["text"])
+
+
 class Children:
     """Forked children that share a pipe from this process.
 
@@ -183,7 +220,7 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
     async def run() -> None:
         parent_ended = _closed_event(parent_pipe)
         try:
-            server, address = await _start_coordinator(config, parent_ended)
+            server, address = await start_coordinator(config, parent_ended)
         except HoopError as error:
             os.write(address_pipe, (json.dumps({"error": type(error).__name__, "text": str(error)}) + "\n").encode())
             return
@@ -197,8 +234,8 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
     asyncio.run(run())
 
 
-async def _start_coordinator(
-    config: CoordinatorConfig, parent_ended: asyncio.Event
+async def start_coordinator(
+    config: CoordinatorConfig, parent_ended: asyncio.Event | None = None
 ) -> tuple[CoordinatorServer, Address]:
     """Start a coordinator. If its port was chosen beforehand and is in use, try again for ``BIND_S`` seconds."""
     deadline = time.monotonic() + (BIND_S if config.port else 0.0)
@@ -208,7 +245,7 @@ async def _start_coordinator(
             return server, await server.start()
         except FailedPrecondition as error:
             await server.stop()
-            if time.monotonic() > deadline or parent_ended.is_set():
+            if time.monotonic() > deadline or (parent_ended is not None and parent_ended.is_set()):
                 remedy = "; --port N, on every rank, chooses another one" if config.port else ""
                 raise FailedPrecondition(f"{error}{remedy}") from None
         await asyncio.sleep(BIND_RETRY_S)

@@ -13,10 +13,12 @@ PUBLIC = (
     "export",
     "job_follower",
     "job_lookup",
+    "meeting",
     "prediction",
     "result",
     "run_recorder",
     "simulation_report",
+    "training",
     "user_data",
 )
 """Modules that other rooms may import."""

@@ -1,10 +1,11 @@
-"""Rank 0's side of a run whose processes a scheduler started: waits for the other ranks, and dismisses them at the end.
+"""A run whose processes a scheduler started: credentials and device of a rank, and the meeting at rank 0's coordinator.
 
-    every rank   ── joins as device RANK + 1 ──▶ coordinator of rank 0, at the meeting point
+    every rank   ── joins as device RANK + 1 (rank_device) ──▶ coordinator of rank 0, at the meeting point
     rank 0       ── wait_for_ranks ──▶ all are there: the job starts
     rank 0       ── dismiss_ranks ──▶ every other rank leaves, and ends with the exit code of the run
 
-``runs/api.py`` calls both in the head process of rank 0. What the other ranks do is in ``cli/rank_device.py``.
+``runs/training.py`` calls the last two in the head process of rank 0. The other ranks are in ``cli/rank_device.py``.
+``hoop.elastic`` runs a rank's device inside the user's process.
 """
 
 from __future__ import annotations
@@ -14,16 +15,62 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from hoop.client.cluster import Cluster, DrainProgress
-from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, PeerLost
 from hoop.schedulers.base import Placement
+from hoop.servers.advertised_address import wildcard_towards
+from hoop.servers.device import DeviceConfig
+from hoop.topology import PortRange
+from hoop.wire.auth import Credentials, find_credentials
+from hoop.wire.roles import Role
 
 LOOK_S = 1.0
 """How often the wait for ranks looks whether the run is to stop."""
 DISMISS_S = 60.0
 """How long a rank that is dismissed may take to leave."""
 DISMISSED_AT_ONCE = 32
+
+
+def rank_credentials(placement: Placement, token_file: Path | None = None) -> Credentials:
+    """The credentials of this rank; without credentials only if all ranks are processes of this user on this host."""
+    found = find_credentials(Role.DEVICE if placement.rank else Role.COORDINATOR, token_file=token_file)
+    if found.certificates is not None:
+        raise InvalidArgument(
+            "HOOP_TLS: ranks that a scheduler started use a token, not certificates (HOOP_TOKEN_FILE)"
+        )
+    assert placement.meeting_point is not None, "checked by find_placement"
+    if not found.required and not placement.meeting_point.is_loopback:
+        raise InvalidArgument(
+            f"token: the ranks of this run meet at {placement.meeting_point}, which other machines reach, and there is "
+            "no token; make one with: hoop token FILE, in a folder that all hosts share, and set HOOP_TOKEN_FILE to "
+            "it, or HOOP_TOKEN to its text"
+        )
+    return found
+
+
+def rank_device(
+    placement: Placement,
+    memory: int,
+    credentials: Credentials,
+    timeout_s: float,
+    host: str = "",
+    ports: PortRange | None = None,
+) -> DeviceConfig:
+    """The device of this rank. ``host``: the address that it listens on; empty: all, or loopback if all meet there."""
+    point = placement.meeting_point
+    assert point is not None, "checked by find_placement"
+    return DeviceConfig(
+        point,
+        memory=memory,
+        host=host or (point.host if point.is_loopback else wildcard_towards(point.host)),
+        port=ports or PortRange(),
+        data_port=ports or PortRange(),
+        device_id=placement.device_id,
+        join_timeout_s=timeout_s,
+        credentials=credentials,
+    )
 
 
 def wait_for_ranks(

@@ -1,7 +1,7 @@
 """A training on Ray: starts the actors, waits until there are enough devices, and names the job's code to them.
 
-``runs/api.py`` calls ``start_on_ray`` and then follows the job as on any cluster. ``launch/ray_cluster.py`` has the
-actors.
+``runs/training.py`` calls these functions, and then follows the job as on any cluster. The actors are in
+``launch/ray_cluster.py``.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
 
     ``memory``: bytes of the device's memory.
     """
-    from hoop.runs.api import Launch, Training
     from hoop.runs.prediction import describe_measurement, measured_job_costs
+    from hoop.runs.training import Launch, Training
 
     short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})
     measured: Mapping[str, Any] = {}

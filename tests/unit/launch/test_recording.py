@@ -15,9 +15,9 @@ from hoop import job_events as ev
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
 from hoop.job_events import Observed
-from hoop.runs.api import Launch, Training
 from hoop.runs.checkpoint_store import newest_checkpoint
 from hoop.runs.run_recorder import RunRecorder, saved_settings
+from hoop.runs.training import Launch, Training
 
 STEPS = ev.Steps(first=0, loss=[2.0, 1.0], seconds=[0.1, 0.1], rate=0.1, fed=[None, None])
 EVALUATED = ev.Evaluated(steps=2, epoch=1, loss=0.5, accuracy=0.75, split="test")

@@ -30,17 +30,18 @@ def evaluate_chunks(
     chunk_rows: int,
     mine: Callable[[int], bool] = lambda chunk: True,
     device: torch.device = CPU,
+    autocast: bool = False,
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     """A row for each chunk: sum and weight of the loss, samples, correct ones and whether known, then metrics.
 
-    ``mine``: whether this rank evaluates a chunk; the rows of the others are 0.
+    ``mine``: whether this rank evaluates a chunk; the rows of the others are 0. ``autocast``: computes in bfloat16.
     """
     chunks = -(-len(data) // chunk_rows)
     rows = np.zeros((chunks, 5 + 2 * len(loss.metric_names)))
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             for chunk in filter(mine, range(chunks)):
                 samples = np.arange(chunk * chunk_rows, min(len(data), (chunk + 1) * chunk_rows), dtype=np.int64)
                 batch = to_device(data.load(samples, epoch=0, seed=0), device)
@@ -82,7 +83,13 @@ def evaluate_custom(
     chunk_rows = max(1, -(-settings.batch_size // settings.num_microbatches))
     me = ranks.index(executor.rank)
     rows = evaluate_chunks(
-        state.blocks[0], state.loss, data, chunk_rows, lambda chunk: chunk % len(ranks) == me, state.device
+        state.blocks[0],
+        state.loss,
+        data,
+        chunk_rows,
+        lambda chunk: chunk % len(ranks) == me,
+        state.device,
+        autocast=settings.precision == "bfloat16",
     )
     flat = rows.reshape(-1)
     executor.context.communicator.run(

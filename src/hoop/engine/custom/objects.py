@@ -148,6 +148,11 @@ class TrainedObjects(ABC):
     """An optimizer may change the gradients that it gets."""
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.trained[0].device
+
+    @property
     def rate(self) -> float:
         """Learning rate of the first parameter group of the first optimizer."""
         return float(self.optimizers[0].param_groups[0]["lr"])

@@ -77,15 +77,14 @@ def prepare_parts(
     """Makes this rank's objects, state, executor and role. ``check_memory`` raises if the state does not fit."""
     loss = job.loss
     assert isinstance(loss, CustomLoss), "with_criterion has found out how the loss is called"
+    own_loop = job.objects if isinstance(job, OwnLoopJob) else None
     device = accelerator.device if accelerator is not None and accelerator.cuda else CPU
-    if device != CPU:
+    if own_loop is not None:
+        device = own_loop.device  # the user has put the model there
+    elif device != CPU:
         model.to(device)
     schedule = StepSchedule(settings, len(data.train))
-    objects: TrainedObjects = (
-        job.objects
-        if isinstance(job, OwnLoopJob) and job.objects is not None
-        else TrainingObjects(job, settings, model, schedule.steps_per_epoch)
-    )
+    objects: TrainedObjects = own_loop or TrainingObjects(job, settings, model, schedule.steps_per_epoch)
     template = objects.trial_state()
     costs = [costs_of(objects, template)]
     check_memory(costs)

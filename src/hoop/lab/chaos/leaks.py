@@ -21,7 +21,7 @@ from typing import Any
 
 from hoop.engine.settings import Settings
 from hoop.job_events import Finished
-from hoop.runs.api import Launch, Training
+from hoop.runs.training import Launch, Training
 from hoop.topology import Address
 
 MARK = "HOOP_CHAOS_RUN"

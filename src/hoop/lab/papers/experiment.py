@@ -239,7 +239,7 @@ class Experiment:
         """Train with progress output. ``what`` describes the run; ``on_event`` is called with every event."""
         from hoop.engine.job import INHERITED, Job, find_job
         from hoop.engine.recipes import RECIPES
-        from hoop.runs.api import Launch, Training
+        from hoop.runs.training import Launch, Training
 
         self.log(f"{what}: {strategy} on {devices} device{'s'[: devices != 1]}")
         name = job if isinstance(job, str) else f"inherited:{len(INHERITED)}"
