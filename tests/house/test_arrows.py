@@ -57,7 +57,7 @@ TABLE = """
     runs            root memory wire membership client schedulers servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
     horovod         root schedulers launch torch_backend
-    elastic         root collectives wire client servers data engine launch runs
+    elastic         root collectives wire membership client schedulers servers data engine launch runs
     hoop            root client strategies data engine launch runs
     lab             above
     cli             above

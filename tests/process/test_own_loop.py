@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,127 @@ def printed(*command: str) -> list[tuple[str, ...]]:
     """Steps, loss and weights that each rank has printed."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [found.groups() for found in LINE.finditer(done.stdout)]
+    return found_in(done.stdout)
+
+
+def found_in(text: str) -> list[tuple[str, ...]]:
+    return [found.groups() for found in LINE.finditer(text)]
+
+
+def run_module(*command: str) -> str:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_hoop(*arguments: str) -> str:
+    """The output of ``hoop run``."""
+    return run_module("hoop", "run", *arguments)
+
+
+LOOP = """
+import hashlib, os, signal, sys, time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hoop.elastic
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+inputs, targets = torch.randn(102, 6), torch.randint(4, (102,))
+options = {options}
+run = hoop.elastic.Run(
+    model=model, optimizer=optimizer, scheduler=scheduler, data=(inputs, targets), batch_size=42, shards=6, **options
+)
+restarted = os.environ.get("HOOP_RESTART_COUNT", "0") != "0"
+flag = Path({flag!r})
+steps = 0
+for step in run.steps():
+    steps += 1
+    {at_step}
+    for x, y in step.shards():
+        step.backward(nn.functional.cross_entropy(model(x), y), weight=len(y))
+    step.update()
+weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
+print(f"{{step.number + 1}} steps, loss {{step.loss:.4f}}, weights {{hashlib.sha256(weights).hexdigest()[:16]}}")
+print(f"here {{steps}}")
+"""
+
+
+def write_loop(folder: Path, at_step: str = "pass", **options: Any) -> str:
+    """A script with a loop that runs ``at_step`` in every step; returns its path."""
+    script = folder / f"loop{len(list(folder.glob('loop*')))}.py"
+    script.write_text(LOOP.format(at_step=at_step, flag=str(folder / "flag"), options=options))
+    return str(script)
+
+
+def test_a_process_that_is_started_again_joins_and_finishes_with_the_others(tmp_path: Path) -> None:
+    script = write_loop(
+        tmp_path,
+        # The others take their time until it is there: at most 1 s a step, 90 steps.
+        """if restarted: flag.touch()
+    elif run.rank == 1 and step.number == 4: os.kill(os.getpid(), signal.SIGKILL)
+    elif step.number > 4:
+        deadline = time.monotonic() + 1.0
+        while not flag.exists() and time.monotonic() < deadline: time.sleep(0.01)""",
+        epochs=30,
+    )
+    alone = printed(write_loop(tmp_path, epochs=30))
+    done = run_hoop("-np", "2", "--min-np", "1", script)
+    assert found_in(done) == alone * 2
+    assert len(set(re.findall(r"here \d+", done))) == 2, "the one that was started again has made fewer steps"
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(["hoop", "run", "-np", "2"], marks=pytest.mark.slow, id="hoop run"),
+        pytest.param(["torch.distributed.run", "--nproc-per-node", "2"], id="torchrun"),
+    ],
+)
+def test_a_run_resumes_from_its_checkpoint_to_the_bit(launcher: list[str], tmp_path: Path) -> None:
+    alone = printed(write_loop(tmp_path, epochs=4))
+    options: dict[str, Any] = {"out": str(tmp_path / "run"), "resume": "auto", "epochs": 4}
+    stopping = write_loop(tmp_path, "if step.number == 8: os._exit(3)", **options)
+    failed = subprocess.run([sys.executable, "-m", *launcher, stopping], capture_output=True, text=True, timeout=400)
+    assert failed.returncode != 0, failed.stdout
+    names = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
+    assert "step-00000006.safetensors" in names
+    done = run_module(*launcher, write_loop(tmp_path, **options))
+    assert found_in(done) == alone * 2
+    assert set(re.findall(r"here (\d+)", done)) == {"6"}, "the steps of the first two epochs are not made again"
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    script = write_loop(tmp_path, out=str(tmp_path / "run"), epochs=1)
+    printed(script)
+    again = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=400)
+    assert again.returncode == 1
+    assert "holds a run; go on with it by resume=True, or name another" in again.stderr
+
+
+def test_a_device_leaves_without_a_loss(tmp_path: Path) -> None:
+    alone = printed(write_loop(tmp_path, epochs=40))
+    script = write_loop(
+        tmp_path,
+        # The other one waits, once, until the first has left.
+        """if run.rank == 0:
+        if step.number == 5: run.leave()
+    elif step.number >= 5:
+        deadline = time.monotonic() + 1.0
+        while not flag.exists() and time.monotonic() < deadline: time.sleep(0.01)""",
+        epochs=40,
+    )
+    Path(script).write_text(Path(script).read_text() + "flag.touch()\n")
+    done = run_hoop("-np", "2", script)
+    assert alone[0] in found_in(done), done
+    left = min(map(int, re.findall(r"here (\d+)", done)))
+    assert 5 < left < int(alone[0][0]), done
 
 
 @pytest.mark.slow

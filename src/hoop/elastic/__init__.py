@@ -7,9 +7,9 @@
             step.backward(loss, weight=len(batch[1]))
         step.update()                            # ordered sum, optimizer.step(), commit
 
-``python train.py`` trains on one device, ``hoop run -np 4 train.py`` on four.
+``python train.py`` trains on one device, ``hoop run -np 4 train.py`` on four; so do torchrun, srun and mpirun.
 
-May import: collectives wire client servers data engine launch runs.
+May import: collectives wire membership client schedulers servers data engine launch runs.
 """
 
 from hoop.elastic.run import Run

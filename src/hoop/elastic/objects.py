@@ -59,6 +59,12 @@ class LoopObjects(TrainedObjects):
         self.optimizers = list(optimizers.values())
         together = nn.ModuleList(self.modules)
         self.trained = [one for one in together.parameters() if one.requires_grad]
+        if len(devices := sorted({str(one.device) for one in together.parameters()})) != 1:
+            raise InvalidArgument(
+                f"model: its parameters are on {' and '.join(devices) or 'no device'}; a process has one device"
+            )
+        if not self.trained:
+            raise InvalidArgument("model: no parameter has requires_grad, so there is nothing to train")
         self.average = []
         known = {id(one) for one in self.trained}
         for one in self.optimizers:

@@ -1,11 +1,10 @@
 """``Run``: a user's own training loop on several devices.
 
-    hoop run (launcher)          a coordinator
-    each process of the script   Run ──▶ a device in this process, which joins the coordinator
+    each process of the script   Run ──▶ a device in this process, which joins the coordinator (``run_cluster.py``)
                                       ──▶ a training thread, which takes turns with the loop (``own_loop.py``)
 
-The process with RANK 0 starts the job when all devices have joined. The coordinator invites a process that is started
-again to the running job. Without a launcher the script is the only device.
+The process of rank 0 starts the job when all devices have joined. The coordinator invites a process that ``hoop run``
+has started again to the running job. Without a launcher the script is the only device.
 """
 
 from __future__ import annotations
@@ -13,36 +12,40 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hoop.client.cluster import connect
+from hoop.client.cluster import Cluster, connect
 from hoop.collectives.rank_context import RankContext
 from hoop.config import parse_size
+from hoop.elastic.loop_checkpoints import LoopCheckpoints, Resume
 from hoop.elastic.objects import LoopObjects
+from hoop.elastic.run_cluster import MEET_TIMEOUT_S, find_cluster
 from hoop.elastic.step import Step
 from hoop.engine.custom.own_loop import OWN_LOOP_LOSS, Computed, Ended, LoopExchange, OwnLoopJob, Shard, error_of
 from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer
+from hoop.errors import DeadlineExceeded, FailedPrecondition
 from hoop.job_events import Emit
-from hoop.launch.rank_processes import RESTART_COUNT
-from hoop.launch.run_coordinator import COORDINATOR, TOKEN
+from hoop.launch.forked import start_coordinator
 from hoop.runs.user_data import user_data
-from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
-from hoop.servers.device import DeviceConfig, DeviceServer
-from hoop.topology import Address
+from hoop.servers.device import DeviceServer, wait_for_token
+from hoop.topology import Address, Addresses
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, new_token
 
 JOB = "elastic:run"
-START_TIMEOUT_S = 300.0
+LOOK_S = 1.0
+"""How often a process that waits for the first step looks whether the run is over."""
+POLL_S = 0.05
 LEAVE_TIMEOUT_S = 20.0
-"""How long a process that has finished waits for its device to leave."""
+"""How long a process that has finished waits for its device to leave, and rank 0 for the other devices."""
 
 
 class Run:
@@ -57,18 +60,26 @@ class Run:
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        out: str | Path | None = None,
+        resume: Resume = False,
+        on: str | None = None,
         memory: int | str = "256MiB",
         **settings: Any,
     ) -> None:
         """``model``, ``optimizer``, ``scheduler``: one, or a list or dict of them, equal on every device.
 
         ``scheduler`` steps after every step. ``state``: further objects with ``state_dict``, by name. ``data``: as in
-        ``hoop.train``. ``settings``: epochs, batch_size, shards, seed, clip, shuffle, drop_last, max_steps, timeout_s.
+        ``hoop.train``. ``out``: folder for a checkpoint after every epoch (``checkpoint_every``; the last ``keep``);
+        with ``resume`` the run goes on from the newest one there, with ``resume="auto"`` if there is one. ``on``: the
+        scheduler that started the processes, where it is not detected. ``settings``: epochs, batch_size, shards, seed,
+        clip, shuffle, drop_last, max_steps, timeout_s.
         """
         self.objects = LoopObjects(model, optimizer, scheduler, state)
         splits, stated = user_data(data, collate_fn)
-        chosen = {"accelerator": "cpu", "trace_steps": 0, "checkpoint_every": 0, **stated, **settings}
+        every = {} if out is not None else {"checkpoint_every": 0}
+        chosen = {"accelerator": "cpu", "trace_steps": 0, **every, **stated, **settings}
         self.settings = Settings(job=JOB).replaced(chosen).check()
+        self._checkpoints = LoopCheckpoints(out, self.settings.keep, resume)
         self._exchange = LoopExchange()
         self._job = OwnLoopJob(
             lambda seed: nn.ModuleList(self.objects.modules),
@@ -77,10 +88,10 @@ class Run:
             objects=self.objects,
             exchange=self._exchange,
         )
-        self._memory = parse_size(memory, "memory")
-        self._over = threading.Event()
-        """The run has ended on this device."""
-        self.rank = int(os.environ.get("RANK", "0"))
+        self._cluster = find_cluster(os.environ, parse_size(memory, "memory"), on)
+        self._began, self._leaving, self._over = threading.Event(), threading.Event(), threading.Event()
+        """The training thread is there; the user wants this device to leave; the run has ended on this device."""
+        self.rank = self._cluster.rank
         """Number of this process among those that the launcher started."""
 
     def steps(self) -> Iterator[Step]:
@@ -90,15 +101,23 @@ class Run:
         try:
             while not isinstance(message := self._exchange.peek(), Ended):
                 if isinstance(message, Shard | Computed):
-                    yield Step(self._exchange, message.position)
+                    yield Step(self._exchange, message.position, self.objects.device)
                 else:
                     self._exchange.take()
         finally:
             self._exchange.close()
             self._over.set()
-            device.join(LEAVE_TIMEOUT_S)
+            device.join(2 * LEAVE_TIMEOUT_S)
         if error := error_of(message):
             raise error
+
+    def leave(self) -> None:
+        """Makes this device leave after a step: nothing is lost, the others go on, the loop over ``steps`` ends here.
+
+        For a machine that will be taken away: call it in a signal handler, or where the notice comes. A run whose other
+        devices are all gone goes on until its end.
+        """
+        self._leaving.set()
 
     # ---- the device in this process
 
@@ -109,32 +128,73 @@ class Run:
             self._exchange.tell(Ended(error))
 
     async def _run_device(self) -> None:
-        text = os.environ.get(COORDINATOR)
-        own: CoordinatorServer | None = None
-        token = Token.parse(os.environ[TOKEN], TOKEN) if TOKEN in os.environ else Token.parse(new_token())
-        if text is None:
-            own = CoordinatorServer(CoordinatorConfig(credentials=Credentials(Role.COORDINATOR, token)))
-            address = await own.start()
-        else:
-            address = Address.parse(text)
-        config = DeviceConfig(address, memory=self._memory, credentials=Credentials(Role.DEVICE, token))
+        cluster, config = self._cluster, self._cluster.device
+        hosted: CoordinatorServer | None = None
+        if cluster.coordinator is not None:
+            hosted, address = await start_coordinator(cluster.coordinator)
+            if cluster.size == 1:
+                config = replace(config, coordinator=address)
+        if not config.credentials.required:
+            token = await wait_for_token(Addresses(tuple(config.coordinator.addresses)), config.join_timeout_s)
+            config = replace(config, credentials=Credentials(Role.DEVICE, token))
         server = DeviceServer(config, self._train)
-        await server.start()
         try:
-            if self.rank == 0 and os.environ.get(RESTART_COUNT, "0") == "0":
-                await asyncio.to_thread(self._start_job, address, token)
-            await asyncio.to_thread(self._over.wait)
+            await server.start()
+            watching = asyncio.create_task(asyncio.to_thread(self._await_begin, config.coordinator, config.credentials))
+            leaving = asyncio.create_task(asyncio.to_thread(self._wait_for_leave))
+            await asyncio.wait([watching, leaving], return_when="FIRST_COMPLETED")
+            if watching.done():
+                watching.result()
+            await leaving
+            if not self._over.is_set():
+                await server.hand_over()
+                await asyncio.to_thread(self._over.wait, LEAVE_TIMEOUT_S)
+        except BaseException as error:
+            self._exchange.tell(Ended(error))  # before the end of this loop, which waits for its threads
+            raise
         finally:
             await server.stop()
-            if own is not None:
-                await own.stop()
+            if hosted is not None:
+                await _stop_when_alone(hosted)
 
-    def _start_job(self, address: Address, token: Token) -> None:
-        size = int(os.environ.get("WORLD_SIZE", "1")) if COORDINATOR in os.environ else 1
-        with connect(address, credentials=Credentials(Role.CLIENT, token)) as cluster:
-            cluster.wait_for_devices(size, START_TIMEOUT_S)
-            devices = [one.device.device_id for one in cluster.status().devices if one.state == "alive"]
-            cluster.start_job(self.settings.to_json(), sorted(devices))
+    def _wait_for_leave(self) -> None:
+        while not self._over.wait(POLL_S) and not self._leaving.is_set():
+            pass
+
+    def _await_begin(self, address: Address | Addresses, credentials: Credentials) -> None:
+        """Starts the job, if this process does, and returns when the training thread of this device is there.
+
+        Raises if the run ends, or does not begin, while this device waits for it.
+        """
+        deadline = time.monotonic() + MEET_TIMEOUT_S
+        with connect(address, credentials=Credentials(Role.CLIENT, credentials.token)) as client:
+            if self._cluster.starts_job:
+                self._start_job(client)
+            while not self._began.wait(LOOK_S) and not self._over.is_set():
+                jobs = client.status().jobs
+                if jobs and all(job.status != "running" for job in jobs):
+                    raise FailedPrecondition(
+                        f"rank {self.rank}: the run has ended before this process could take part: "
+                        f"{jobs[-1].reason or jobs[-1].status}"
+                    )
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"rank {self.rank}: the run has not begun within {MEET_TIMEOUT_S:g} s: "
+                        f"{'this device got no part in it' if jobs else 'rank 0 has not started it'}"
+                    )
+
+    def _start_job(self, client: Cluster) -> None:
+        data = self._checkpoints.newest()
+        client.wait_for_devices(self._cluster.size, MEET_TIMEOUT_S)
+        devices = sorted(one.device.device_id for one in client.status().devices if one.state == "alive")
+        buffer = ""
+        if data is not None:
+            buffer = client.staging_name()
+            for device_id in devices:
+                device = client.device(device_id)
+                device.allocate(buffer, len(data))
+                device.write(buffer, data)
+        client.start_job(self.settings.to_json(), devices, buffer)
 
     def _train(
         self,
@@ -146,16 +206,29 @@ class Run:
         jobs: Path | None = None,
     ) -> None:
         """Called on the training thread of this device when the job starts, or when this device joins it."""
+        self._began.set()
         error: BaseException | None = None
         try:
             checked = Settings.from_json(settings).check()
-            trainer = Trainer(context, checked, self._job, emit, stopping, resume, "elastic.", context.joining)
+            writing = self._checkpoints.writing(emit, context)
+            trainer = Trainer(context, checked, self._job, writing, stopping, resume, "elastic.", context.joining)
             try:
                 trainer.join() if context.joining else trainer.train()
             finally:
                 trainer.close()
+                self._checkpoints.close()
         except BaseException as failed:
             error = failed
             raise
         finally:
-            self._exchange.tell(Ended(error))
+            self._exchange.tell(Ended(None if self._leaving.is_set() else error))
+
+
+async def _stop_when_alone(server: CoordinatorServer) -> None:
+    """Stops a coordinator when all devices have left it: one that leaves waits for its answer."""
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
+    for _ in iter(lambda: server.coordinator.state.usable(), []):
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(POLL_S)
+    await server.stop()

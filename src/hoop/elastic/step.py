@@ -12,14 +12,16 @@ from hoop.data.structured import seed_generators
 from hoop.engine.custom.loss import ShardLoss
 from hoop.engine.custom.own_loop import Computed, LoopExchange, Shard, Updated
 from hoop.engine.data_feed import Position
+from hoop.engine.stage.autograd import seed_block
 from hoop.errors import FailedPrecondition, InvalidArgument
 
 
 class Step:
     """A step, or after the loss of a device the rest of one: ``shards``, ``backward`` for each of them, ``update``."""
 
-    def __init__(self, exchange: LoopExchange, position: Position) -> None:
-        self._exchange, self._position = exchange, position
+    def __init__(self, exchange: LoopExchange, position: Position, device: torch.device) -> None:
+        """``device``: of the models."""
+        self._exchange, self._position, self._device = exchange, position, device
         self._objective: Tensor | None = None
         self._weight: float | None = None
         self.number = position.done
@@ -31,12 +33,14 @@ class Step:
     def shards(self) -> Iterator[Any]:
         """The batches of this device's shards, one at a time; call ``backward`` for each before the next.
 
-        A device that has no shard of this step gets none. Random numbers (Python, NumPy, torch) are seeded for each
-        shard.
+        A device that has no shard of this step gets none. Batches are on the device of the models. Random numbers
+        (Python, NumPy, torch) are seeded for each shard.
         """
         while isinstance(message := self._exchange.peek(), Shard) and message.position == self._position:
             self._objective, self._weight = None, None
             seed_generators(message.seed % 2**64)
+            if self._device.type == "cuda":
+                seed_block(message.seed, 0, self._device)
             yield message.batch
             if self._objective is None or self._weight is None:
                 raise FailedPrecondition(

@@ -280,7 +280,8 @@ class RankProcesses:
             left = len(self._ranks) + sum(one.code == 0 for one in self._exits.values())
             failed = ended.code != 0
             survives = failed and self.config.min_size is not None and left >= self.config.min_size
-            replaced = survives and self._restarts_left > 0
+            finished = any(one.code == 0 for one in self._exits.values())  # nothing is left for a rank that comes now
+            replaced = survives and self._restarts_left > 0 and not finished
             if self._on_exit is not None:
                 self._on_exit(ended, replaced)
             if failed and not survives:

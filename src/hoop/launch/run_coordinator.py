@@ -17,8 +17,9 @@ from hoop.wire.tokens import Token, new_token
 COORDINATOR, TOKEN = "HOOP_RUN_COORDINATOR", "HOOP_RUN_TOKEN"
 """Variables of the ranks."""
 START_TIMEOUT_S = 60.0
-LEASE_S = 5.0
-"""A device without a heartbeat for this long is lost. Its heartbeats share a process with the user's own code."""
+LEASE_S = 20.0
+"""A device without a heartbeat for this long is lost; one that ends is noticed at once. Heartbeats share a process with
+the user's own code, which may keep the interpreter busy."""
 
 
 class RunCoordinator:
