@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """What follows SCRIPT belongs to it, options too."""
-ELASTIC_PANEL = "Elastic (a script that uses hvd.elastic)"
+ELASTIC_PANEL = "Elastic (a script that uses hoop.elastic or hvd.elastic)"
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 SHOWN_LINES = 10
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -82,12 +82,13 @@ def run(
     """Start a program as several ranks on this machine: horovodrun and torchrun for one host.
 
     [bold]hoop run -np 4 train.py --epochs 3[/bold] starts four processes of train.py, each with RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The script calls [bold]hvd.init()[/bold] (import
-    hoop.horovod as hvd) or [bold]dist.init_process_group("hoop")[/bold]. Each line of output begins with the rank that
-    wrote it. When a rank fails the others are ended, and the exit code is that rank's. Ctrl-C ends all of them.
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The script makes a [bold]hoop.elastic.Run[/bold], or
+    calls [bold]hvd.init()[/bold] (import hoop.horovod as hvd) or [bold]dist.init_process_group("hoop")[/bold]. Each
+    line of output begins with the rank that wrote it. When a rank fails the others are ended, and the exit code is that
+    rank's. Ctrl-C ends all of them.
 
-    With [bold]--min-np[/bold] a script that uses [bold]hvd.elastic[/bold] goes on when a rank is lost, and the rank is
-    started again. On several hosts use srun, mpirun, torchrun or Ray: docs/clusters.md.
+    With [bold]--min-np[/bold] a script that uses [bold]hoop.elastic[/bold] or [bold]hvd.elastic[/bold] goes on when a
+    rank is lost, and the rank is started again. On several hosts use srun, mpirun, torchrun or Ray: docs/clusters.md.
     """
     from hoop.launch.rank_processes import RankProcesses, RunConfig, program_command
     from hoop.launch.rendezvous_server import RendezvousServer

@@ -91,6 +91,8 @@ class Run:
         self._cluster = find_cluster(os.environ, parse_size(memory, "memory"), on)
         self._began, self._leaving, self._over = threading.Event(), threading.Event(), threading.Event()
         """The training thread is there; the user wants this device to leave; the run has ended on this device."""
+        self._ending = threading.Event()
+        """This device is to leave, or the run has ended on it."""
         self.rank = self._cluster.rank
         """Number of this process among those that the launcher started."""
 
@@ -107,6 +109,7 @@ class Run:
         finally:
             self._exchange.close()
             self._over.set()
+            self._ending.set()
             device.join(2 * LEAVE_TIMEOUT_S)
         if error := error_of(message):
             raise error
@@ -118,6 +121,7 @@ class Run:
         devices are all gone goes on until its end.
         """
         self._leaving.set()
+        self._ending.set()
 
     # ---- the device in this process
 
@@ -141,11 +145,11 @@ class Run:
         try:
             await server.start()
             watching = asyncio.create_task(asyncio.to_thread(self._await_begin, config.coordinator, config.credentials))
-            leaving = asyncio.create_task(asyncio.to_thread(self._wait_for_leave))
-            await asyncio.wait([watching, leaving], return_when="FIRST_COMPLETED")
+            ending = asyncio.create_task(asyncio.to_thread(self._ending.wait))
+            await asyncio.wait([watching, ending], return_when="FIRST_COMPLETED")
             if watching.done():
                 watching.result()
-            await leaving
+            await ending
             if not self._over.is_set():
                 await server.hand_over()
                 await asyncio.to_thread(self._over.wait, LEAVE_TIMEOUT_S)
@@ -156,10 +160,6 @@ class Run:
             await server.stop()
             if hosted is not None:
                 await _stop_when_alone(hosted)
-
-    def _wait_for_leave(self) -> None:
-        while not self._over.wait(POLL_S) and not self._leaving.is_set():
-            pass
 
     def _await_begin(self, address: Address | Addresses, credentials: Credentials) -> None:
         """Starts the job, if this process does, and returns when the training thread of this device is there.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
 from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.settings import Settings
 from hoop.engine.setup import _check_snapshots
 from hoop.errors import FailedPrecondition
+from hoop.job_events import JobEvent, SnapshotTaken
+from hoop.memory import Arena
 from hoop.plan.partition import Block
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.memory_fit import fit
@@ -38,3 +44,15 @@ def test_snapshots_must_fit_beside_the_state(epochs: int, checkpoint_every: int,
     assert text.startswith("memory: rank 0 needs ")
     assert f"for {'two snapshots' if buffers == 2 else 'a snapshot'} of it, and has " in text
     assert "--memory 65MiB" in text
+
+
+def test_snapshots_have_one_size_whatever_numbers_are_in_them(tmp_path: Path) -> None:
+    events: list[JobEvent] = []
+    with Arena.create(tmp_path / "arena", MIB) as arena:
+        publisher = SnapshotPublisher(arena, "job1.", events.append, "run")
+        for done, loss in ((9, 0.5), (100_000, 1 / 3)):
+            publisher.publish({"w": torch.zeros(8)}, done, 10, False, 1, 0, [done, 1, loss, loss])
+        (size,) = {event.bytes for event in events if isinstance(event, SnapshotTaken)}
+        _, metadata = deserialize(arena.read(arena.buffer("job1.snapshot1").address, size))
+    assert metadata["evaluation"] == [100_000, 1, 1 / 3, 1 / 3]
+    assert "padding" not in metadata

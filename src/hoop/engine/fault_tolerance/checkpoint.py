@@ -105,6 +105,7 @@ def deserialize(data: bytes, where: Path | str = "checkpoint") -> tuple[dict[str
             f"{where}: damaged or tampered with: its checksum is {expected[:16]}…, "
             f"its {len(data)} bytes make {found[:16]}…"
         )
+    metadata.pop(_PADDING_KEY, None)
     try:
         return safetensors.torch.load(data), metadata
     except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
@@ -147,6 +148,19 @@ SNAPSHOT = "snapshot"
 """Prefix of the names of snapshot buffers."""
 RUN_KEY = "run"
 """Key of the run id in a snapshot's metadata."""
+
+
+_PADDING_KEY = "padding"
+_METADATA_BYTES = 1024
+
+
+def _padded(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata with a length that is a multiple of 1 KiB, so that a snapshot fits where the one before it was.
+
+    Numbers in it, such as losses, have more digits or fewer.
+    """
+    length = len(json.dumps(json.dumps({**metadata, _PADDING_KEY: ""})))  # the file has it as a string in JSON
+    return {**metadata, _PADDING_KEY: " " * (-length % _METADATA_BYTES)}
 
 
 def write_to_arena(arena: Arena, name: str, data: bytes) -> str:
@@ -194,7 +208,7 @@ class SnapshotPublisher:
         about: dict[str, Any] = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run}
         if evaluation:
             about["evaluation"] = list(evaluation)
-        data = serialize(tensors, about)
+        data = serialize(tensors, _padded(about))
         # Two buffers in turn: the client may read one while the next is written.
         buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
         checksum = write_to_arena(self._arena, buffer, data)
