@@ -167,7 +167,8 @@ def _on_heartbeat(state: State, event: m.Heartbeat) -> Result:
     if member is None or member.info.incarnation != event.incarnation or not member.usable:
         raise MembershipChanged(f"device {event.device_id} is not a member (any more): join again")
     recovered = member.health == Health.SUSPECT
-    state = _end_isolation(state, event.now)
+    if event.now - member.heartbeats.last_heartbeat > state.config.lease_s / 2:  # else this one was heard: no isolation
+        state = _end_isolation(state, event.now)
     member = replace(member, heartbeats=member.heartbeats.with_heartbeat(event.now), health=Health.ALIVE, reason="")
     instructions = (_device_event("device_recovered", member, "answers again"),) if recovered else ()
     return state.with_member(member), instructions
