@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import (
+    BoxZoomTool,
     CDSView,
     ColumnDataSource,
     FactorRange,
@@ -153,7 +154,7 @@ def curve(
             _themed(points.glyph, line_color=f"c{colour}", fill_color=f"c{colour}")
             renderers.append(points)
         items.append(LegendItem(label={"value": plain(one.name)}, renderers=renderers))
-        tooltips = [("", plain(one.name).replace("@", "@\u200b")), (x_label, "@x{0,0}"), ("value", "@y{0.0000}")]
+        tooltips = [(x_label, "@x{0,0}"), (plain(one.name), "@y{0.0000}")]
         hover = HoverTool(renderers=renderers[-1:], tooltips=tooltips, mode="vline" if one.smooth else "mouse")
         found.add_tools(hover)
     _legend(found, items)
@@ -313,6 +314,7 @@ def _figure(
     ranges = {name: one for name, one in (("x_range", x_range), ("y_range", y_range)) if one is not None}
     found = figure(height=height, sizing_mode="stretch_width", tools=tools, toolbar_location="above", **ranges)
     found.toolbar.logo = None
+    found.toolbar.active_drag = next((tool for tool in found.tools if isinstance(tool, BoxZoomTool)), None)
     found.min_width, found.min_border_right = 250, 16
     _themed(found, background_fill_color="paper", border_fill_color="paper", outline_line_color="grid")
     for axis, label in ((found.xaxis[0], x_label), (found.yaxis[0], y_label)):

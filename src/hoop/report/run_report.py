@@ -158,7 +158,14 @@ def marks_of(files: RunFiles) -> list[Mark]:
     if not files.events:
         return [mark for entry in files.ledger for mark in _mark_of_entry(entry)]
     begin = min(one.observed.time for one in files.events)
-    return [mark for one in files.events for mark in _marks_of_event(one, one.observed.time - begin)]
+    found: list[Mark] = []
+    for one in files.events:
+        try:
+            found += _marks_of_event(one, one.observed.time - begin)
+        except (TypeError, ValueError, AttributeError):  # the file is not this version's, or was changed
+            text = f"{EVENTS}: an event {one.event.kind!r} has values of other types; left out"
+            found.append(Mark(MarkKind.WARNING, one.done, one.observed.time - begin, text))
+    return found
 
 
 def _mark_of_entry(entry: Mapping[str, Any]) -> Iterator[Mark]:
@@ -174,26 +181,28 @@ def _marks_of_event(one: LoggedEvent, seconds: float) -> Iterator[Mark]:
     event, device, done = one.event, one.observed.device, one.done
     match event:
         case ev.Started() if event.done and done <= event.done:
-            yield Mark(MarkKind.RESUMED, event.done, seconds, f"resumed after step {event.done}")
+            yield Mark(MarkKind.RESUMED, int(event.done), seconds, f"resumed after step {event.done}")
         case ev.FaultInjected():
             before = f" before {event.before}" if event.before else ""
-            yield Mark(MarkKind.FAULT, event.step or done, seconds, f"{event.fault}{before}, on device {device}")
+            yield Mark(MarkKind.FAULT, int(event.step or done), seconds, f"{event.fault}{before}, on device {device}")
         case ev.DeviceLost():
             yield Mark(MarkKind.LOST, done, seconds, _named(f"device {event.device}", event.text))
         case ev.Recovered() | ev.Resized():
             kind = MarkKind.RECOVERED if isinstance(event, ev.Recovered) else MarkKind.RESIZED
             text = f"{event.text} ({event.ranks} ranks, generation {event.generation})"
-            yield Mark(kind, event.step, seconds, text, event.pause_s, _repeated(event.missing))
+            yield Mark(kind, int(event.step), seconds, text, float(event.pause_s), _repeated(event.missing))
         case ev.StateLoaded():
-            yield Mark(MarkKind.JOINED, event.step, seconds, f"device {event.device} has the state, {event.source}")
+            yield Mark(
+                MarkKind.JOINED, int(event.step), seconds, f"device {event.device} has the state, {event.source}"
+            )
         case ev.Left():
             yield Mark(MarkKind.LEFT, done, seconds, _named(f"device {device}", event.text))
         case ev.Straggler() if event.slow:
             text = f"rank {event.straggler}: a shard takes {event.times:.1f} times longer there"
-            yield Mark(MarkKind.STRAGGLER, event.step, seconds, text)
+            yield Mark(MarkKind.STRAGGLER, int(event.step), seconds, text)
         case ev.CheckpointWritten():
             text = f"{Path(event.file).name}, {event.bytes:,} bytes"
-            yield Mark(MarkKind.CHECKPOINT, event.steps, seconds, text)
+            yield Mark(MarkKind.CHECKPOINT, int(event.steps), seconds, text)
         case ev.Failed() | ev.Refused() | ev.WaitingForRestart() | ev.Damaged() | ev.RoundingDiffers() | ev.Warned():
             yield Mark(MarkKind.WARNING, done, seconds, event.text)
         case ev.CoordinatorLost() | ev.CoordinatorBack():
@@ -347,7 +356,7 @@ def _summary(files: RunFiles, marks: Sequence[Mark]) -> dict[str, str]:
         "Job": result.get("job", config.get("job")),
         "Strategy": result.get("strategy", config.get("strategy")),
         "Devices": files.devices or None,
-        "Status": status if result else f"did not finish: there is no {RESULT}",
+        "Status": status if "weights_sha256" in result else f"did not finish: there is no whole {RESULT}",
         "Steps": f"{steps:,}" if isinstance(steps, int) else None,
         "Epochs": result.get("epochs"),
     }
