@@ -339,8 +339,7 @@ def _figure(
 def _legend(found: figure, items: Sequence[LegendItem]) -> None:
     """A legend above the plot, so that it covers nothing; none without items."""
     if items:
-        columns = min(len(items), _LEGEND_COLUMNS)
-        legend = Legend(items=list(items), orientation="horizontal", click_policy="hide", ncols=columns)
+        legend = Legend(items=list(items), orientation="horizontal", click_policy="hide", ncols=_LEGEND_COLUMNS)
         legend.label_text_font, legend.label_text_font_size = FONT, "12px"
         legend.border_line_color, legend.padding, legend.margin = None, 2, 2
         _themed(legend, label_text_color="ink", background_fill_color="paper", inactive_fill_color="paper")
