@@ -5,7 +5,6 @@ May import: plan.
 
 PUBLIC = (
     "chart",
-    "components",
     "metrics",
     "page",
     "run_events",
