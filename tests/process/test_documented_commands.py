@@ -45,6 +45,7 @@ RUN_BY_OTHER_TESTS = {
     "chaos": "tests/process/test_signals.py",  # until a signal; to its end it takes minutes, in the slow tests
     "doctor": "tests/process/test_networks.py",
     "export": "tests/process/test_train.py",
+    "report": "tests/process/test_report.py",
     "run": "tests/process/test_run.py",
 }
 """Commands that no page names by default; these tests run them."""

@@ -19,6 +19,7 @@ COMMANDS = (
     "evaluate",
     "export",
     "audit",
+    "report",
     "up",
     "coordinator",
     "device",

@@ -3,5 +3,18 @@
 May import: plan.
 """
 
-PUBLIC = ("chart", "metrics", "page", "spans", "strict_json", "tables", "tensorboard", "timeline", "trace", "training")
+PUBLIC = (
+    "chart",
+    "metrics",
+    "page",
+    "run_events",
+    "run_report",
+    "spans",
+    "strict_json",
+    "tables",
+    "tensorboard",
+    "timeline",
+    "trace",
+    "training",
+)
 """Modules that other rooms may import."""

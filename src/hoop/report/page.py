@@ -144,7 +144,8 @@ def _block(block: str | Table | Picture) -> str:
     return prose(block)
 
 
-def _colours(theme: Theme) -> str:
+def page_colours(theme: Theme) -> str:
+    """The CSS variables of a page in this theme."""
     return (
         f"--paper:{theme.paper};--ink:{theme.ink};--soft:{theme.soft};--line:{theme.grid};"
         f"--shade:{theme.idle};--link:{theme.colours[0]}"
@@ -152,8 +153,8 @@ def _colours(theme: Theme) -> str:
 
 
 _STYLE = f"""
-:root{{color-scheme:light dark;{_colours(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{{_colours(DARK)}}}}}
+:root{{color-scheme:light dark;{page_colours(LIGHT)}}}
+@media (prefers-color-scheme:dark){{:root{{{page_colours(DARK)}}}}}
 body{{margin:0 auto;max-width:60rem;padding:2.5rem 1.25rem 4rem;background:var(--paper);color:var(--ink);
 font:16px/1.55 {FONT}}}
 h1{{font-size:1.9rem;line-height:1.2;margin:0 0 .6rem}}

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
-from hoop.errors import InvalidArgument
+from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import atomic_write
 from hoop.report import strict_json
 from hoop.report.spans import Span
@@ -144,3 +144,18 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_spans(path: Path) -> list[Span]:
+    """The spans of a trace file that ``Trace.write`` wrote; FailedPrecondition if it is none."""
+    try:
+        data = path.read_bytes()
+        events = strict_json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+        tracks = {one["pid"]: str(one["args"]["name"]) for one in events if one.get("name") == "process_name"}
+        return [
+            Span(tracks[one["pid"]], str(one["name"]), str(one["cat"]), float(one["ts"]), float(one["dur"]))
+            for one in events
+            if one.get("ph") == "X"
+        ]
+    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FailedPrecondition(f"{path}: not a trace of Hoop ({type(error).__name__}: {error})") from None

@@ -4,11 +4,13 @@
     metrics.jsonl        a line a step and an evaluation
     tensorboard/         the same for TensorBoard, with learning rate, speed and number of devices
     checkpoints/         step-00000235.safetensors: weights, optimizer, position in the data; best.safetensors
+    events.jsonl         faults, recoveries, joins, checkpoints, warnings, with their times
     ledger.jsonl         provenance of each step, as the devices reported it
     trace.json           for Perfetto or chrome://tracing, a track a device
     curve.svg            loss and accuracy
     timeline.svg         instructions of each device in the first steps
     result.json          the summary
+    report.html          all of it as one page that works offline, if Bokeh is installed
 
 A full disk ends no training: a file that could not be written is named once in a warning, and older files stay.
 """
@@ -16,6 +18,7 @@ A full disk ends no training: a file that could not be written is named once in 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +37,8 @@ from hoop.files import make_folder, remove_partial_files, write_text
 from hoop.job_events import JobEvent, Observed
 from hoop.plan.faults import DISK_FULL, Fault
 from hoop.report.metrics import MetricsLog, read_metrics
+from hoop.report.run_events import NAME as EVENTS
+from hoop.report.run_events import RunEventLog
 from hoop.report.spans import Span
 from hoop.report.tensorboard import TensorBoardLog
 from hoop.report.timeline import TimelineChart
@@ -84,6 +89,8 @@ class RunRecorder:
         self._settings = settings
         self._warned: set[str] = set()
         self._events: list[JobEvent] = []
+        self._num_logged = 0
+        """Those of ``_events`` that are in the events file."""
         self._started = False
         self._plan: ev.Started | None = None
         self._pending: dict[int, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
@@ -100,6 +107,9 @@ class RunRecorder:
         write_text(out / _CONFIG, json.dumps(config, indent=2) + "\n")
         metrics = out / _METRICS
         self._metrics = MetricsLog.resume(metrics, start) if start else MetricsLog.create(metrics)
+        self._done = start
+        """The last step that was reported."""
+        self._event_log = RunEventLog(out / EVENTS, resume=resumed is not None)
         self._board = TensorBoardLog(out / "tensorboard", resumes_after=start or None)
 
     def last_evaluation(self) -> dict[str, Any] | None:
@@ -112,10 +122,10 @@ class RunRecorder:
         return None
 
     def record(self, observed: Observed) -> None:
-        """Writes an event of the job to the ledger and the metrics."""
+        """Writes an event of the job to the ledger, the metrics and the events."""
         if isinstance(observed.event, ev.Evaluated) and observed.event.best:
             self._writer.mark_best(observed.event.steps)
-        for write in (self._write_ledger, self._write_metrics):
+        for write in (self._write_ledger, self._write_metrics, self._write_event):
             try:
                 write(observed)
             except ResourceExhausted as error:
@@ -143,6 +153,12 @@ class RunRecorder:
                 self._ledger.append([{"lost": event.device}])
             case ev.Recovered():
                 self._ledger.append([{"recovered": event.step, "missing": event.missing}])
+
+    def _write_event(self, observed: Observed) -> None:
+        event = observed.event
+        if isinstance(event, ev.Steps):
+            self._done = max(self._done, event.first + len(event.loss))
+        self._event_log.log(observed, self._done)
 
     def _write_metrics(self, observed: Observed) -> None:
         event = observed.event
@@ -193,8 +209,20 @@ class RunRecorder:
 
     def new_events(self) -> list[JobEvent]:
         """``CheckpointWritten`` and ``Warned`` events since the last call."""
+        self._log_own_events()
         found, self._events = self._events, []
-        return found + self._writer.new_events()
+        self._num_logged = 0
+        return found
+
+    def _log_own_events(self) -> None:
+        """Writes to the events file what this object reports itself: its warnings and checkpoints."""
+        self._events += self._writer.new_events()
+        new, self._num_logged = self._events[self._num_logged :], len(self._events)
+        for event in new:
+            try:
+                self._event_log.log(Observed(event), self._done)
+            except ResourceExhausted as error:
+                self.warn(f"{error}; training goes on")
 
     # ---- checkpoints
 
@@ -232,8 +260,23 @@ class RunRecorder:
         try:
             write_text(self._out / "result.json", json.dumps(dict(result), indent=2) + "\n")
             self._draw(result, accounts, spans)
+            self._write_report()
         except ResourceExhausted as error:
             self.warn(str(error))
+
+    def _write_report(self) -> None:
+        """Writes ``report.html`` from the files of this folder. An error is a warning: the training is done."""
+        if importlib.util.find_spec("bokeh") is None:
+            return
+        self._log_own_events()
+        try:
+            from hoop.report.run_report import write_run_report  # Bokeh takes a second to import
+
+            write_run_report(self._out)
+        except ResourceExhausted:
+            raise
+        except Exception as error:
+            self.warn(f"report.html could not be written: {type(error).__name__}: {error}")
 
     def _draw(self, result: Mapping[str, Any], accounts: Mapping[int, ev.Account], spans: Sequence[Span]) -> None:
         with Trace() as trace:
@@ -254,6 +297,7 @@ class RunRecorder:
         self._writer.close(CLOSE_S)
         self._ledger.close()
         self._metrics.close()
+        self._event_log.close()
         self._board.close()
 
 

@@ -1,0 +1,448 @@
+"""Interactive charts, made with Bokeh: functions from data to a figure. Reports and live pages use them.
+
+    curve        values over steps                       lines; the measured values faintly behind a smoothed line
+    time_split   how each device spent its time          stacked bars, a row a device
+    timeline     what each device did when               a row a device, zoom along the time
+    run_marks    faults, recoveries, joins, checkpoints  a row a kind of mark, hover tells what happened
+
+Each takes rows, or a ``ColumnDataSource`` with the same columns, which a live page may stream to. A legend names kinds
+or series, never devices, and a click on an entry hides it. Colours are those of ``palette``: ``_themed`` notes in a
+model's tags which colour of the theme each of its properties has, and ``THEME_SCRIPT`` applies the light or dark theme.
+
+Texts are untrusted: Bokeh draws them on a canvas or escapes them, and ``plain`` keeps it from reading them as formulas.
+
+This module imports Bokeh: import it only where a page is made (``pip install 'hoop[dashboard]'``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from bokeh.models import (
+    BoxZoomTool,
+    CDSView,
+    ColumnDataSource,
+    FactorRange,
+    GroupFilter,
+    HoverTool,
+    Legend,
+    LegendItem,
+    Model,
+    Range,
+    Range1d,
+)
+from bokeh.plotting import figure
+from numpy.typing import ArrayLike
+
+from hoop.report import strict_json
+from hoop.report.lines import smoothed
+from hoop.report.palette import DARK, FONT, KINDS, LIGHT, Theme
+from hoop.report.spans import Span
+from hoop.report.timeline import kind_of
+from hoop.texts import printable
+
+IDLE = "idle"
+MAX_POINTS = 2000
+"""Points of a line; of a longer one the minimum and the maximum of each part are drawn."""
+MAX_SPANS = 20_000
+"""Spans of a timeline: about 1 MB of a page, and a browser still zooms smoothly."""
+_SMOOTHED_FROM = 120
+_DASHES = ("solid", "dashed", "dotted", "dotdash")
+_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "x")
+_TEXT_BYTES = 400
+_LEGEND_COLUMNS = 3
+"""Entries of a legend beside each other: as many as fit on a phone."""
+
+
+class MarkKind(StrEnum):
+    """The kinds of marks of a run, in the order of their rows."""
+
+    FAULT = "fault"
+    LOST = "device lost"
+    RECOVERED = "recovered"
+    JOINED = "joined"
+    LEFT = "left"
+    RESIZED = "resized"
+    RESUMED = "resumed"
+    STRAGGLER = "straggler"
+    CHECKPOINT = "checkpoint"
+    WARNING = "warning"
+
+
+_MARK_LOOKS: dict[MarkKind, tuple[int, str]] = {
+    MarkKind.FAULT: (1, "x"),
+    MarkKind.LOST: (1, "inverted_triangle"),
+    MarkKind.RECOVERED: (2, "circle"),
+    MarkKind.JOINED: (0, "triangle"),
+    MarkKind.LEFT: (3, "inverted_triangle"),
+    MarkKind.RESIZED: (2, "diamond"),
+    MarkKind.RESUMED: (0, "circle"),
+    MarkKind.STRAGGLER: (4, "hex"),
+    MarkKind.CHECKPOINT: (5, "square"),
+    MarkKind.WARNING: (4, "triangle"),
+}
+"""Colour and marker of each kind."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened in a run. ``seconds``: since its first event."""
+
+    kind: MarkKind
+    step: int
+    seconds: float
+    text: str
+    pause_s: float | None = None
+    """How long no step was done because of it."""
+    repeated: str = ""
+    """The work that was done again because of it."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a curve: a source with columns ``x`` and ``y``; with ``smooth`` also ``smooth``, drawn over it."""
+
+    name: str
+    source: ColumnDataSource
+    smooth: bool = False
+
+    @classmethod
+    def of(cls, name: str, x: ArrayLike, y: ArrayLike) -> Series:
+        """A series of values; a long one is thinned, and smoothed if it is a measurement of every step."""
+        xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+        columns = {"x": xs, "y": ys}
+        if len(xs) > _SMOOTHED_FROM:
+            columns["smooth"] = smoothed(ys, len(ys) // 50)
+        keep = _thinned(ys)
+        source = ColumnDataSource({key: one[keep] for key, one in columns.items()})
+        return cls(name, source, "smooth" in columns)
+
+
+def plain(text: object) -> str:
+    """A text for a label: printable, of limited length, and not read as a formula by Bokeh (``$$…$$``)."""
+    return re.sub(r"(\$|\\)(?=[$(\[\])])", "\\1\u200b", printable(str(text), _TEXT_BYTES))
+
+
+def curve(
+    series: Sequence[Series],
+    y_label: str,
+    *,
+    x_label: str = "step",
+    x_range: Range | None = None,
+    height: int = 280,
+) -> figure:
+    """Lines over steps. Pass another figure's ``x_range`` to zoom both together."""
+    found = _figure(height, x_label, y_label, x_range=x_range)
+    items = []
+    for index, one in enumerate(series):
+        colour, dash = index % len(LIGHT.colours), _DASHES[index // len(LIGHT.colours) % len(_DASHES)]
+        renderers = []
+        if one.smooth:
+            renderers.append(found.line("x", "y", source=one.source, line_width=1, line_alpha=0.3))
+        renderers.append(
+            found.line("x", "smooth" if one.smooth else "y", source=one.source, line_width=2, line_dash=dash)
+        )
+        for line in renderers:
+            _themed(line.glyph, line_color=f"c{colour}")
+        if not one.smooth:
+            points = found.scatter("x", "y", source=one.source, size=6, marker=_MARKERS[colour])
+            _themed(points.glyph, line_color=f"c{colour}", fill_color=f"c{colour}")
+            renderers.append(points)
+        items.append(LegendItem(label={"value": plain(one.name)}, renderers=renderers))
+        tooltips = [(x_label, "@x{0,0}"), (plain(one.name), "@y{0.0000}")]
+        hover = HoverTool(renderers=renderers[-1:], tooltips=tooltips, mode="vline" if one.smooth else "mouse")
+        found.add_tools(hover)
+    _legend(found, items)
+    return found
+
+
+def time_split(
+    rows: Sequence[Mapping[str, Any]] | ColumnDataSource, kinds: Sequence[str], x_label: str = "share of its time (%)"
+) -> figure:
+    """Stacked bars, a row a device. Columns: ``device``, and a number for each of ``kinds``."""
+    source = rows if isinstance(rows, ColumnDataSource) else ColumnDataSource(_columns(rows, ("device", *kinds)))
+    devices = [plain(device) for device in source.data["device"]]
+    source.data["device"] = devices
+    found = _figure(_rows_height(len(devices)), x_label, "", y_range=_rows_range(devices), tools="reset,save")
+    found.x_range.start = 0
+    renderers = found.hbar_stack(list(kinds), y="device", height=0.8, source=source)
+    items = []
+    for kind, bars in zip(kinds, renderers, strict=True):
+        _themed(bars.glyph, fill_color=_kind_colour(kind), line_color="paper")
+        items.append(LegendItem(label={"value": plain(kind)}, renderers=[bars]))
+    tooltips = [("device", "@device"), *((plain(kind), f"@{{{kind}}}{{0.0}}") for kind in kinds)]
+    found.add_tools(HoverTool(tooltips=tooltips))
+    _legend(found, items)
+    _small_labels(found, len(devices))
+    return found
+
+
+def timeline(spans: Sequence[Span] | ColumnDataSource, devices: Sequence[str], shown_ms: float | None = None) -> figure:
+    """Activities, a row a device. ``shown_ms``: the time that is visible at first, by default all.
+
+    Columns of a source: those of ``span_columns``. Devices that are not in ``devices`` are not shown.
+    """
+    source = spans if isinstance(spans, ColumnDataSource) else ColumnDataSource(span_columns(spans))
+    rows = [plain(device) for device in devices]
+    end = float(np.max(source.data["end"])) if len(source.data["end"]) else 1.0
+    window = Range1d(0, min(shown_ms or end, end), bounds=(0, end))
+    found = _figure(
+        _rows_height(len(rows)),
+        "time (ms)",
+        "",
+        x_range=window,
+        y_range=_rows_range(rows),
+        tools="xbox_zoom,xpan,xwheel_zoom,xzoom_in,xzoom_out,reset,save",
+    )
+    items = []
+    present = set(source.data["kind"])
+    for kind in [kind for kind in KINDS if kind in present] or list(KINDS):
+        view = CDSView(filter=GroupFilter(column_name="kind", group=kind))
+        bars = found.hbar(y="device", left="start", right="end", height=0.8, source=source, view=view)
+        _themed(bars.glyph, fill_color=_kind_colour(kind), line_color="paper")
+        bars.glyph.line_width = 0.5
+        items.append(LegendItem(label={"value": kind}, renderers=[bars]))
+    found.add_tools(
+        HoverTool(
+            tooltips=[
+                ("device", "@device"),
+                ("instruction", "@name (@kind)"),
+                ("start", "@start{0.000} ms"),
+                ("duration", "@duration{0.000} ms"),
+            ]
+        )
+    )
+    _legend(found, items)
+    _small_labels(found, len(rows))
+    return found
+
+
+def span_columns(spans: Sequence[Span]) -> dict[str, Any]:
+    """The columns of a timeline's source, in milliseconds since the first span: the first ``MAX_SPANS`` that are busy.
+
+    ``device``, ``name``, ``kind`` (``forward``, ``backward``, ``update``, ``communicate``, ``load``, ``compute``),
+    ``start``, ``end``, ``duration``.
+    """
+    busy = sorted((span for span in spans if kind_of(span.category)), key=lambda span: span.start_us)[:MAX_SPANS]
+    first = busy[0].start_us if busy else 0.0
+    starts = np.array([span.start_us - first for span in busy], dtype=float) / 1000
+    durations = np.array([span.duration_us for span in busy], dtype=float) / 1000
+    return {
+        "device": [plain(span.track) for span in busy],
+        "name": [plain(span.name) for span in busy],
+        "kind": [kind_of(span.category) for span in busy],
+        "start": starts,
+        "end": starts + durations,
+        "duration": durations,
+    }
+
+
+def run_marks(marks: Sequence[Mark] | ColumnDataSource, x_range: Range | None = None) -> figure:
+    """What happened at which step, a row a kind. Columns of a source: those of ``mark_columns``."""
+    source = marks if isinstance(marks, ColumnDataSource) else ColumnDataSource(mark_columns(marks))
+    live = isinstance(marks, ColumnDataSource) and not len(source.data["kind"])
+    kinds = [kind for kind in MarkKind if live or kind.value in set(source.data["kind"])]
+    rows = [kind.value for kind in kinds]
+    found = _figure(_rows_height(len(rows), legend=False), "step", "", x_range=x_range, y_range=_rows_range(rows))
+    for kind in kinds:
+        view = CDSView(filter=GroupFilter(column_name="kind", group=kind.value))
+        colour, marker = _MARK_LOOKS[kind]
+        points = found.scatter("step", "kind", source=source, view=view, size=11, marker=marker)
+        _themed(points.glyph, line_color=f"c{colour}", fill_color=f"c{colour}")
+        points.glyph.line_width = 2
+    found.add_tools(
+        HoverTool(
+            tooltips=[
+                ("", "@kind: @text"),
+                ("step", "@step"),
+                ("time", "@time"),
+                ("pause", "@pause"),
+                ("repeated", "@repeated"),
+            ]
+        )
+    )
+    return found
+
+
+def mark_columns(marks: Sequence[Mark]) -> dict[str, list[Any]]:
+    """The columns of the source of ``run_marks``: ``kind``, ``step``, ``text``, and as texts time, pause, repeated."""
+    return {
+        "kind": [mark.kind.value for mark in marks],
+        "step": [mark.step for mark in marks],
+        "text": [printable(mark.text, _TEXT_BYTES) for mark in marks],
+        "time": [f"{mark.seconds:.1f} s" for mark in marks],
+        "pause": ["–" if mark.pause_s is None else duration(mark.pause_s) for mark in marks],
+        "repeated": [mark.repeated or "–" for mark in marks],
+    }
+
+
+def add_mark_lines(found: figure, source: ColumnDataSource, kinds: Sequence[MarkKind]) -> None:
+    """Draws a vertical line in a curve at each mark of these kinds; its legend gets an entry for each kind."""
+    present = set(source.data["kind"])
+    for kind in (kind for kind in kinds if kind.value in present):
+        view = CDSView(filter=GroupFilter(column_name="kind", group=kind.value))
+        lines = found.vspan(x="step", source=source, view=view, line_width=1.5, line_dash="dashed")
+        _themed(lines.glyph, line_color=f"c{_MARK_LOOKS[kind][0]}")
+        if found.legend:
+            found.legend[0].items.append(LegendItem(label={"value": kind.value}, renderers=[lines]))
+
+
+def duration(seconds: float) -> str:
+    """A duration as text, in milliseconds, seconds or minutes."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+
+
+# ---- look
+
+
+def _figure(
+    height: int,
+    x_label: str,
+    y_label: str,
+    *,
+    x_range: Range | None = None,
+    y_range: Range | None = None,
+    tools: str = "xbox_zoom,xpan,xwheel_zoom,reset,save",
+) -> figure:
+    ranges = {name: one for name, one in (("x_range", x_range), ("y_range", y_range)) if one is not None}
+    found = figure(height=height, sizing_mode="stretch_width", tools=tools, toolbar_location="above", **ranges)
+    found.toolbar.logo = None
+    found.toolbar.active_drag = next((tool for tool in found.tools if isinstance(tool, BoxZoomTool)), None)
+    found.min_width, found.min_border_right = 250, 16
+    _themed(found, background_fill_color="paper", border_fill_color="paper", outline_line_color="grid")
+    for axis, label in ((found.xaxis[0], x_label), (found.yaxis[0], y_label)):
+        axis.axis_label = plain(label) or None
+        axis.axis_label_text_font = axis.major_label_text_font = FONT
+        axis.axis_label_text_font_style = "normal"
+        _themed(
+            axis,
+            axis_label_text_color="ink",
+            major_label_text_color="ink",
+            axis_line_color="soft",
+            major_tick_line_color="soft",
+            minor_tick_line_color="grid",
+        )
+    for grid in found.grid:
+        _themed(grid, grid_line_color="grid")
+    if isinstance(y_range, FactorRange):
+        found.ygrid.visible = False
+    return found
+
+
+def _legend(found: figure, items: Sequence[LegendItem]) -> None:
+    """A legend above the plot, so that it covers nothing; none without items."""
+    if items:
+        legend = Legend(items=list(items), orientation="horizontal", click_policy="hide", ncols=_LEGEND_COLUMNS)
+        legend.label_text_font, legend.label_text_font_size = FONT, "12px"
+        legend.border_line_color, legend.padding, legend.margin = None, 2, 2
+        _themed(legend, label_text_color="ink", background_fill_color="paper", inactive_fill_color="paper")
+        found.add_layout(legend, "above")
+
+
+def _rows_range(names: Sequence[str]) -> FactorRange:
+    """The first row is the topmost."""
+    return FactorRange(factors=list(dict.fromkeys(names))[::-1], range_padding=0.02)
+
+
+def _rows_height(rows: int, legend: bool = True) -> int:
+    height = 24 if rows <= 16 else 16 if rows <= 32 else 12
+    return max(rows, 1) * height + (150 if legend else 95)
+
+
+def _small_labels(found: figure, rows: int) -> None:
+    found.yaxis[0].major_label_text_font_size = "11px" if rows <= 32 else "9px"
+
+
+def _kind_colour(kind: str) -> str:
+    return f"c{KINDS[kind]}" if kind in KINDS else "idle"
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    return {name: [row.get(name, 0.0) for row in rows] for name in names}
+
+
+def _thinned(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[int]:
+    """Indices that keep the minimum and the maximum of each of ``MAX_POINTS / 2`` parts."""
+    if len(values) <= MAX_POINTS:
+        return list(range(len(values)))
+    keep = {0, len(values) - 1}
+    finite = np.where(np.isfinite(values), values, 0.0)
+    for part in np.array_split(np.arange(len(values)), MAX_POINTS // 2):
+        keep |= {int(part[np.argmin(finite[part])]), int(part[np.argmax(finite[part])])}
+    return sorted(keep)
+
+
+def _themed(model: Model, **colours: str) -> None:
+    """Gives each property its colour of the light theme, and notes it for ``THEME_SCRIPT``."""
+    for name, colour in colours.items():
+        setattr(model, name, _theme_colours(LIGHT)[colour])
+    model.tags = [*model.tags, *(f"theme:{name}={colour}" for name, colour in colours.items())]
+
+
+def _theme_colours(theme: Theme) -> dict[str, str]:
+    """The colours of a theme by name; those of the series are ``c0``, ``c1`` …"""
+    named = {"paper": theme.paper, "ink": theme.ink, "soft": theme.soft, "grid": theme.grid, "idle": theme.idle}
+    return named | {f"c{index}": colour for index, colour in enumerate(theme.colours)}
+
+
+_SCRIPT = """
+(() => {
+  const themes = THEMES;
+  const root = document.documentElement;
+  const preferred = matchMedia("(prefers-color-scheme: dark)");
+  const coarse = matchMedia("(pointer: coarse)").matches;
+  let chosen = "";
+  const models = () => (window.Bokeh ? Bokeh.documents : []).flatMap((one) => [...one._all_models.values()]);
+  const apply = () => {
+    const name = chosen || (preferred.matches ? "dark" : "light");
+    root.dataset.theme = name;
+    for (const model of models()) {
+      const values = {};
+      for (const tag of model.tags || []) {
+        const found = /^theme:(\\w+)=(\\w+)$/.exec(tag);
+        if (found) values[found[1]] = themes[name][found[2]];
+      }
+      if (Object.keys(values).length) {
+        // Glyphs wrap a colour in a value object; a setter of plain colours takes the text.
+        for (const key of Object.keys(values)) {
+          const now = model[key];
+          if (now !== null && typeof now === "object" && "value" in now) values[key] = {value: values[key]};
+        }
+        model.setv(values);
+      }
+    }
+    for (const button of document.querySelectorAll("[data-toggle-theme]")) {
+      button.setAttribute("aria-pressed", String(name === "dark"));
+    }
+  };
+  const toggle = () => { chosen = root.dataset.theme === "dark" ? "light" : "dark"; apply(); };
+  const begin = () => {
+    for (const button of document.querySelectorAll("[data-toggle-theme]")) button.addEventListener("click", toggle);
+    preferred.addEventListener("change", apply);
+    apply();
+    const deadline = Date.now() + 60000;
+    const wait = () => {
+      if (models().length) {
+        apply();
+        // On a phone a drag scrolls the page; a tap on the tool turns the zoom on.
+        if (coarse) for (const one of models()) if (one.type === "BoxZoomTool") one.active = false;
+      } else if (Date.now() < deadline) setTimeout(wait, 20);
+    };
+    wait();
+  };
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", begin); else begin();
+})();
+"""
+
+THEME_SCRIPT = _SCRIPT.replace(
+    "THEMES", strict_json.dumps({"light": _theme_colours(LIGHT), "dark": _theme_colours(DARK)}), 1
+)
+"""JavaScript for a page with these figures: the theme that the reader prefers, until a button with the attribute
+``data-toggle-theme`` is pressed. It sets ``data-theme`` of the page's root to ``light`` or ``dark``."""
