@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 import time
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from hoop.job_events import JobEvent
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds, in seconds, of the buckets of ``PauseHistogram``; the last bucket has none."""
+MAX_PAUSE_S = 1e9
 STALLED_S = 10.0
 """Without a reported step for this long, and for three times the last step, a job makes no progress."""
 NEWEST = {one.kind: one for one in (ev.Steps, ev.Evaluated)}
@@ -93,8 +93,9 @@ class PauseHistogram:
 
     def add(self, seconds: object) -> None:
         """A device reported a pause; a value that is no number of seconds is counted as 0."""
-        valid = isinstance(seconds, int | float) and math.isfinite(seconds) and seconds >= 0
-        found = float(seconds) if valid else 0.0  # type: ignore[arg-type]
+        found = 0.0
+        if isinstance(seconds, int | float) and 0 <= seconds <= MAX_PAUSE_S:  # NaN is not
+            found = float(seconds)
         self._counts[bisect.bisect_left(BUCKETS, found)] += 1
         self.seconds += found
 

@@ -52,7 +52,7 @@ StartResponse = Callable[..., Any]
 
 def label(text: object) -> str:
     """A label value of bounded length, without control characters. The library escapes quotes and backslashes."""
-    return printable(str(text), MAX_LABEL_BYTES)
+    return printable(str(text).replace("\n", " ").replace("\t", " "), MAX_LABEL_BYTES)
 
 
 class _Handler(WSGIRequestHandler):
