@@ -121,6 +121,7 @@ TABLE = (
     Rule(r": torchrun .* hoop train", add=SHORT),
     # Servers, and commands that never end by themselves.
     Rule(r": hoop coordinator .*etcd:.* --host 10\.0\.0\.2\b", How.STAND_BY),
+    Rule(r": hoop up .*--metrics", How.SERVE, "--memory 64MiB --metrics 0"),  # the last one counts: any free ports
     Rule(r": hoop (up|coordinator)\b", How.SERVE),
     Rule(r": hoop device\b", How.SERVE, "--memory 64MiB"),
     Rule(r": hoop events .*--follow", How.FOLLOW),

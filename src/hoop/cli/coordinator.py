@@ -101,6 +101,7 @@ def coordinator(
     communicators_per_client: options.CommunicatorsPerClient = 512,
     max_jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Most jobs that run at the same time.")] = 64,
     max_message: options.MaxMessage = "64MiB",
+    metrics: options.Metrics = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     insecure: options.Insecure = False,
@@ -136,6 +137,7 @@ def coordinator(
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_jobs=max_jobs,
+        metrics=options.check_metrics(metrics),
         max_message=parse_size(max_message, "--max-message"),
     )
 
@@ -153,7 +155,8 @@ def coordinator(
                 write_address_file(address_file, address)
                 written = True
             options.warn_of_open_lab(config)
-            typer.echo(json_module.dumps({"coordinator": str(address)}) if json else f"coordinator {address}")
+            served = {"metrics": server.metrics.url} if server.metrics is not None else {}
+            typer.echo(json_module.dumps({"coordinator": str(address)} | served) if json else f"coordinator {address}")
             await stopping.unless(asyncio.ensure_future(server.coordinator.wait_leadership_lost()))
         finally:
             await server.stop()

@@ -67,6 +67,7 @@ def device(
     max_streams: options.MaxStreams = 4096,
     max_message: options.MaxMessage = "64MiB",
     connect_timeout: Annotated[str, typer.Option(help="How long to try to reach the coordinator.")] = "30s",
+    metrics: options.Metrics = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     insecure: options.Insecure = False,
@@ -110,6 +111,7 @@ def device(
         lab_dialect=options.check_dialect(lab_dialect),
         insecure=insecure,
         jobs=folder,
+        metrics=options.check_metrics(metrics),
         credentials=find_credentials(Role.DEVICE, token_file=token_file, tls=tls),
     )
 
@@ -125,7 +127,8 @@ def device(
                 write_address_file(address_file, info.address)
                 written = True
             if json:
-                typer.echo(json_module.dumps({"device": info.device_id, "address": str(info.address)}))
+                served = {"metrics": server.metrics.url} if server.metrics is not None else {}
+                typer.echo(json_module.dumps({"device": info.device_id, "address": str(info.address)} | served))
             elif not quiet:
                 typer.echo(f"device {info.device_id} {info.address}")
             await stopping.wait(server.dismissed)

@@ -11,6 +11,7 @@ from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig
+    from hoop.topology import Address
 
 LOOPBACK = "127.0.0.1"
 OPEN_LAB = "every user of this machine can make the lab's calls, which read and write the devices' memory"
@@ -140,6 +141,14 @@ CommunicatorsPerClient = Annotated[
     int, typer.Option(metavar="N", min=1, help="Most communicators of one client (by the address that it calls from).")
 ]
 MaxStreams = Annotated[int, typer.Option(metavar="N", min=1, help="Most transfers of a device that are open at once.")]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        help="Serve metrics for Prometheus at http://HOST:PORT/metrics; loopback unless you give a host, and beyond it "
+        "for scrapers that send a client's token. 0 picks a free port.",
+    ),
+]
 Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")]
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]
 
@@ -154,6 +163,13 @@ def check_dialect(text: str | None) -> str:
     if text not in known:
         raise InvalidArgument(f"--lab-dialect: {text!r} is not one of {', '.join(known)}")
     return text
+
+
+def check_metrics(text: str | None) -> Address | None:
+    """The value of ``--metrics``; None: no metrics."""
+    from hoop.servers.metrics_options import parse_metrics
+
+    return None if text is None else parse_metrics(text)
 
 
 def listening_host(host: str, interface: str | None) -> str:

@@ -36,6 +36,15 @@ def up(
     communicators_per_client: options.CommunicatorsPerClient = 512,
     max_streams: options.MaxStreams = 4096,
     max_message: options.MaxMessage = "64MiB",
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve metrics for Prometheus: the coordinator's at http://HOST:PORT/metrics, device N's at PORT + N. "
+            "Loopback unless you give a host, and beyond it for scrapers that send a client's token. 0 picks free "
+            "ports.",
+        ),
+    ] = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     insecure: options.Insecure = False,
@@ -64,6 +73,7 @@ def up(
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),
         command="hoop up",
+        metrics=options.check_metrics(metrics),
     )
     # Paths, never a secret: every user of the machine can read a command's arguments.
     more = [

@@ -16,6 +16,7 @@ from hoop.resources import STARTED, Request, admit
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.grpc_server import write_address_file
+from hoop.servers.metrics_options import device_metrics_address
 from hoop.topology import Address
 
 STOP_S = 5.0
@@ -81,6 +82,8 @@ class LocalCluster:
         command += ["--accelerator", self._accelerator(device_id)]
         # The device leaves when its stdin closes, so it cannot outlive this process.
         command += [LEAVE_WITH_STDIN, "--quiet", *self.config.device_options]
+        if (metrics := self.config.coordinator.metrics) is not None:
+            command += ["--metrics", str(device_metrics_address(metrics, device_id))]
         if self.config.coordinator.insecure:
             command.append("--insecure")
         if self.config.state is not None:

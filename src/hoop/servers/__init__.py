@@ -11,6 +11,7 @@ PUBLIC = (
     "device",
     "grpc_server",
     "lab_dialect",
+    "metrics_options",
     "tasks",
 )
 """Modules that other rooms may import."""

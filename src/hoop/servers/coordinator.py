@@ -31,6 +31,7 @@ from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.memory_order import MemoryOrder
+from hoop.servers.metrics_options import check_metrics
 from hoop.texts import MAX_TEXT_BYTES
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
@@ -87,6 +88,8 @@ class CoordinatorConfig:
     """The token in ``credentials``, if the coordinator made it: where other processes of its user find it."""
     lab: bool = False
     """Whether the lab's calls are open to callers without a token."""
+    metrics: Address | None = None
+    """Where Prometheus scrapes the coordinator (``metrics_endpoint``); None: nowhere."""
 
 
 class Coordinator:
@@ -94,6 +97,8 @@ class Coordinator:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure, config.lab)
+        if config.metrics is not None:
+            check_metrics(config.metrics, config.credentials, config.insecure)
         self.config = config
         self.address = Address(config.host, config.port)
         self.events = EventLog(max_bytes=MAX_TEXT_BYTES)

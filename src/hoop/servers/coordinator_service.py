@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from hoop.environment import versions
 from hoop.errors import InvalidArgument, MembershipChanged, NotFound
@@ -32,6 +34,9 @@ from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
 from hoop.wire.service import Receiving, device_info, device_message, event_message, handlers
+
+if TYPE_CHECKING:
+    from hoop.servers.metrics_endpoint import MetricsEndpoint
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
@@ -226,8 +231,20 @@ class CoordinatorServer:
             handlers(lab_service.COORDINATOR_SERVICE, lab, receiving, reports.refused),
             handlers(SERVICE, service, receiving),
         )
+        self.metrics: MetricsEndpoint | None = None
+        """Where Prometheus scrapes this coordinator, if ``config.metrics`` says so."""
+        if config.metrics is not None:
+            from hoop.servers.coordinator_metrics import CoordinatorCollector
+            from hoop.servers.metrics_endpoint import MetricsEndpoint
+
+            collector = CoordinatorCollector(self.coordinator, self._jobs, operations)
+            token = None if config.metrics.is_loopback else config.credentials.token
+            self.metrics = MetricsEndpoint(config.metrics, collector, token)
 
     async def start(self) -> Address:
+        if self.metrics is not None:
+            self.metrics.start()
+            self.coordinator.events.publish("metrics_served", f"metrics at {self.metrics.url}")
         await self.coordinator.open()
         self._jobs.resume()
         address = await self.coordinator.start(self._services, self._reports.refused)
@@ -236,5 +253,7 @@ class CoordinatorServer:
 
     async def stop(self, ended: Collection[int] = ()) -> None:
         """``ended``: devices whose processes have ended."""
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.stop)
         await self.coordinator.stop(ended)
         await self._join_check.close()  # last: no task of the coordinator uses it any more

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
@@ -42,6 +42,7 @@ from hoop.servers.grpc_server import ClientReports, check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.lab_streams import MAX_OPEN, StreamTable
+from hoop.servers.metrics_options import check_metrics
 from hoop.servers.operation_runner import OperationRunner
 from hoop.servers.tasks import Tasks, TrainFunction
 from hoop.texts import printable
@@ -56,6 +57,9 @@ from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
 from hoop.wire.service import Receiving, handlers, status_of, translate, unreachable
 from hoop.wire.tokens import Token, find_token, runtime_folder
+
+if TYPE_CHECKING:
+    from hoop.servers.metrics_endpoint import MetricsEndpoint
 
 log = logging.getLogger("hoop.servers")
 TOKEN_CALL_S = 5.0
@@ -101,6 +105,8 @@ class DeviceConfig:
     ``emulated``. Jobs choose for themselves."""
     jobs: Path | None = None
     """Folder with the code of jobs, for ``hoop doctor``; None: the current folder."""
+    metrics: Address | None = None
+    """Where Prometheus scrapes the device (``metrics_endpoint``); None: nowhere."""
 
 
 class DeviceServer:
@@ -118,6 +124,8 @@ class DeviceServer:
         ``memory``: of ``open_memory``, which is called here without it. The device closes it.
         """
         check_exposure(Address(config.host, 0), config.credentials, config.insecure, config.lab)
+        if config.metrics is not None:
+            check_metrics(config.metrics, config.credentials, config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
@@ -152,6 +160,8 @@ class DeviceServer:
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
         )
         self._server: grpc.aio.Server | None = None
+        self.metrics = None if config.metrics is None else self._metrics_endpoint(config.metrics)
+        """Where Prometheus scrapes this device, if ``config.metrics`` says so."""
         self._info = DeviceInfo(
             device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),
             address=Address(config.host, 0),
@@ -167,6 +177,20 @@ class DeviceServer:
             processor=printable(processor(), 128),
             **{f"{name}_version": printable(version, 64) for name, version in versions().items()},
         )
+
+    def _metrics_endpoint(self, address: Address) -> MetricsEndpoint:
+        from hoop.servers.device_metrics import DeviceCollector
+        from hoop.servers.metrics_endpoint import MetricsEndpoint
+
+        collector = DeviceCollector(
+            info=lambda: self._info,
+            arena=self._arena,
+            memory=lambda: self._service.last_memory,
+            tasks=self._tasks,
+            heartbeats=self._heartbeat_client,
+            transports=[one for one in (self._transport, self._shared) if one is not None],
+        )
+        return MetricsEndpoint(address, collector, None if address.is_loopback else self.config.credentials.token)
 
     @property
     def info(self) -> DeviceInfo:
@@ -190,6 +214,8 @@ class DeviceServer:
     async def start(self) -> DeviceInfo:
         """Starts the services, joins the cluster, and starts the heartbeats. On failure it releases everything."""
         try:
+            if self.metrics is not None:
+                self.metrics.start()
             self._service.info = self._info
             receiving = Receiving()
             services = (
@@ -217,6 +243,8 @@ class DeviceServer:
         if self._keeps_arena:
             self._arena.set_label(ID_LABEL, str(self._info.device_id))
         self._heartbeat_client.start()
+        if self.metrics is not None:
+            self._report(f"metrics at {self.metrics.url}")
         return self._info
 
     async def _advertised(self, listening: Address) -> DeviceInfo:
@@ -247,6 +275,8 @@ class DeviceServer:
 
     async def stop(self) -> None:
         """Leaves the cluster, ends all tasks and transfers, and releases everything."""
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.stop)
         await self._heartbeat_client.leave()
         self._tasks.close()
         self._transport.close()

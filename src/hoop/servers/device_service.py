@@ -54,6 +54,8 @@ class DeviceService:
         self.info: DeviceInfo | None = None
         self._ask_gpu_at = 0.0
         self._gpu_free = self._gpu_total = 0
+        self.last_memory = pb.DeviceMemory()
+        """What ``memory`` returned last; every heartbeat calls it."""
 
     def memory(self) -> pb.DeviceMemory:
         memory = self._memory
@@ -61,6 +63,7 @@ class DeviceService:
         found = pb.DeviceMemory(capacity=arena.capacity, used=arena.used, buffers=len(arena.buffers()))
         if arenas := [*arenas, *self._tasks.gpu_arenas]:
             found.gpu.CopyFrom(self._gpu_memory(arenas))
+        self.last_memory = found
         return found
 
     def _gpu_memory(self, arenas: list[CudaArena]) -> pb.GpuMemory:

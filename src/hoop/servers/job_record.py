@@ -17,6 +17,7 @@ from hoop.errors import HoopError, InvalidArgument, PeerCause, PeerLost, Trainin
 from hoop.events import Event, EventLog
 from hoop.job_events import JobEnded, JobEvent, Ready, RoundingDiffers
 from hoop.membership.state import CommunicatorState
+from hoop.servers.job_progress import JobProgress
 from hoop.servers.tasks import PINNED_EVENTS
 from hoop.strategies.catalog import min_devices, parse
 from hoop.strategies.data_parallel import DataParallel
@@ -47,6 +48,10 @@ class JobRecord:
     """Whether a device reached the end of the training."""
     watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By incarnation: the asyncio task that receives the events of that device's task."""
+    progress: JobProgress = field(default_factory=JobProgress)
+    """Its newest steps and evaluation, for metrics."""
+    resumed_generation: int = 0
+    """The newest generation whose ranks reported that they went on."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions and arithmetic that its devices must have; empty: unknown yet, or all may differ."""
     data: str = ""
@@ -139,6 +144,7 @@ class JobRecord:
 
     def append(self, kind: str, json: str, rank: int, device: int, origin: str) -> None:
         """Adds an event to the job's log. ``origin`` is its unique name."""
+        self.progress.add(kind, json)
         self.log.publish(kind, json, rank=rank, device=device, origin=origin)
 
     def outcome(self) -> HoopError | None:

@@ -26,6 +26,7 @@ from hoop.membership import job_membership as jm
 from hoop.membership.reachability import describe, left_out
 from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
+from hoop.servers.job_progress import JobProgress, PauseHistogram
 from hoop.servers.job_record import JobRecord, follow_events, is_over
 from hoop.servers.job_supervisor import START_S, JobSupervisor
 from hoop.servers.link_checks import JoinCheck
@@ -65,6 +66,8 @@ class Jobs:
         """By id of a running job."""
         self._starting = 0
         """How many jobs are being started."""
+        self.recovery_pauses, self.resize_pauses = PauseHistogram(), PauseHistogram()
+        """Of all jobs since the coordinator started: pauses after a failure, and for a join or a leave."""
 
     # ---- start
 
@@ -289,6 +292,7 @@ class Jobs:
                 supervisor.excuse([device_id], 0.0)  # a device that was only unreachable loads nothing
                 supervisor.handle(jm.TaskReady(device_id, incarnation))
             case ev.Resized() | ev.Recovered() as event:
+                self._count_pause(job, event)
                 supervisor.on_resumed(event.generation)
             case ev.Ended():
                 job.ended = True
@@ -296,6 +300,13 @@ class Jobs:
             case ev.Left():
                 supervisor.handle(jm.TaskFinished(device_id, incarnation))
         job.append(message.kind, message.json, rank, device_id, message.origin)
+
+    def _count_pause(self, job: JobRecord, event: ev.Resized | ev.Recovered) -> None:
+        """Counts the pause once a generation, however many ranks report it."""
+        if event.generation > job.resumed_generation:
+            job.resumed_generation = event.generation
+            pauses = self.recovery_pauses if isinstance(event, ev.Recovered) else self.resize_pauses
+            pauses.add(event.pause_s)
 
     def _membership_event(self, job: JobRecord, info: DeviceInfo, message: pb.JobEvent) -> ev.JobEvent | None:
         """The event, if it is of a kind that concerns membership; others are only logged and need not be parsed."""
@@ -368,6 +379,11 @@ class Jobs:
                 )
             )
         return found
+
+    def progress(self, job_id: int) -> JobProgress | None:
+        """How far a job is; None if it is unknown. Any thread may ask."""
+        job = self._jobs.get(job_id)
+        return job.progress if job is not None else None
 
     @property
     def supervisors(self) -> list[JobSupervisor]:

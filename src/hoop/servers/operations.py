@@ -123,6 +123,11 @@ class OperationQueue:
         self._lab_communicators: dict[int, None] = {}
         """Communicators of the lab's clients, which often never destroy them; the least recently used first."""
 
+    @property
+    def in_flight(self) -> int:
+        """Batches of operations that were accepted and have not ended. Any thread may ask."""
+        return sum(map(len, list(self._unfinished.values())))
+
     # -- communicators
 
     async def create(self, device_ids: Sequence[int], count: int = 0, lab: bool = False) -> CommunicatorState:

@@ -40,6 +40,7 @@ from hoop.membership import task_membership as ranks
 from hoop.membership.task_membership import NextStep, TaskRanks
 from hoop.memory import Arena, DeviceMemory
 from hoop.memory.cuda_arena import CudaArena
+from hoop.servers.job_progress import JobProgress, StepsReport
 from hoop.servers.operation_runner import OperationRunner, RankAssignment
 from hoop.transport.base import LinkStats
 from hoop.wire.generated import hoop_pb2 as pb
@@ -83,6 +84,8 @@ class Task:
     """It has loaded the job's code and data."""
     finished: bool = False
     """It reached the end of the training, or a step at which all ranks agreed to stop."""
+    progress: JobProgress = field(default_factory=JobProgress)
+    """The steps that this device reported; only one rank of a job reports them."""
     _sent: int = 0
     _sending: threading.Condition = field(default_factory=threading.Condition)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -95,7 +98,9 @@ class Task:
 
     def emit(self, event: JobEvent) -> None:
         self.loaded = self.loaded or isinstance(event, ev.Loaded)
-        self.log.publish(event.kind, event.to_json())
+        text = event.to_json()
+        self.progress.add(event.kind, text)
+        self.log.publish(event.kind, text)
 
     def mark_sent(self, sequence: int) -> None:
         """Events up to this sequence number have left this process, for a watcher."""
@@ -447,6 +452,15 @@ class Tasks:
         if job_id not in self._tasks:
             raise NotFound(f"job_id: {job_id} is not on this device")
         return self._tasks[job_id]
+
+    def running(self) -> dict[int, str]:
+        """By job: the run of each task that runs. Any thread may ask."""
+        return {job_id: task.run for job_id, task in list(self._tasks.items()) if task.alive}
+
+    def progress(self, job_id: int) -> StepsReport | None:
+        """The newest steps that this device reported of a job, if it is the rank that reports them."""
+        task = self._tasks.get(job_id)
+        return task.progress.steps() if task is not None else None
 
     def describe(self) -> list[pb.TaskDescription]:
         """The running tasks."""

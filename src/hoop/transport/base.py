@@ -206,6 +206,10 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def byte_counts(self) -> tuple[int | None, int | None]:
+        """Bytes sent and received over all endpoints so far, closed ones included; None: not counted."""
+        return None, None
+
     def __enter__(self) -> Transport:
         return self
 

@@ -90,6 +90,8 @@ class ShmTransport(Transport):
         self._arena = arena
         self._lock = threading.Lock()
         self._endpoints: dict[EndpointKey, ShmEndpoint] = {}
+        self._closed_bytes = 0
+        """Bytes of the messages that closed endpoints have sent."""
         self._pending: list[PendingConnection] = []
         """Connections to endpoints that do not exist yet."""
         self._peer_sockets: list[_PeerSocket] = []
@@ -258,11 +260,17 @@ class ShmTransport(Transport):
     def _forget(self, endpoint: ShmEndpoint) -> None:
         """Called by an endpoint that closes."""
         with self._lock:
-            self._endpoints.pop((endpoint.communicator, endpoint.generation, endpoint.rank), None)
+            if self._endpoints.pop((endpoint.communicator, endpoint.generation, endpoint.rank), None) is not None:
+                self._closed_bytes += endpoint.bytes_sent
             sockets = [one for one in self._peer_sockets if one.endpoint is endpoint]
         for peer_socket in sockets:
             self._drop(peer_socket)
         self._interrupt_select()
+
+    def byte_counts(self) -> tuple[int, None]:
+        """Messages only: vectors that ranks read in each other's memory are not sent."""
+        with self._lock:
+            return self._closed_bytes + sum(one.bytes_sent for one in self._endpoints.values()), None
 
     def _interrupt_select(self) -> None:
         with contextlib.suppress(OSError):

@@ -98,6 +98,8 @@ class TcpTransport(Transport):
         self.address = Address(address.host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._endpoints: dict[EndpointKey, TcpEndpoint] = {}
+        self._closed_bytes = (0, 0)
+        """Bytes sent and received by endpoints that are closed."""
         self._newest: dict[int, int] = {}
         """The newest generation of each communicator."""
         self._closed: OrderedDict[EndpointKey, bytes] = OrderedDict()
@@ -155,9 +157,17 @@ class TcpTransport(Transport):
         key = (endpoint.communicator, endpoint.generation, endpoint.rank)
         with self._lock:
             if self._endpoints.pop(key, None) is not None:
+                self._closed_bytes = _add_counts(self._closed_bytes, endpoint)
                 self._closed[key] = endpoint.call_check.answer_query()
                 while len(self._closed) > MAX_PENDING:
                     self._closed.popitem(last=False)
+
+    def byte_counts(self) -> tuple[int, int]:
+        with self._lock:
+            found, endpoints = self._closed_bytes, list(self._endpoints.values())
+        for one in endpoints:
+            found = _add_counts(found, one)
+        return found
 
     # ---- the listener's thread
 
@@ -347,3 +357,9 @@ def _is_older(hello: FrameHeader | None, communicator: int, generation: int) -> 
 
 def _endpoint_key(hello: FrameHeader | None) -> EndpointKey | None:
     return (hello.communicator, hello.generation, hello.sequence) if hello else None
+
+
+def _add_counts(counts: tuple[int, int], endpoint: TcpEndpoint) -> tuple[int, int]:
+    """``counts`` and the bytes that the endpoint's links have sent and received."""
+    links = [endpoint.link_stats.byte_counts(peer) for peer in range(endpoint.size)]
+    return counts[0] + sum(max(0, one) for one, _ in links), counts[1] + sum(one for _, one in links)
