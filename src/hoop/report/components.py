@@ -316,7 +316,8 @@ def _figure(
     found.toolbar.logo = None
     found.toolbar.active_drag = next((tool for tool in found.tools if isinstance(tool, BoxZoomTool)), None)
     found.min_width, found.min_border_right = 250, 16
-    _themed(found, background_fill_color="paper", border_fill_color="paper", outline_line_color="grid")
+    found.border_fill_color = None  # the page's; a colour of its own leaves a bright edge when the theme changes
+    _themed(found, background_fill_color="paper", outline_line_color="grid")
     for axis, label in ((found.xaxis[0], x_label), (found.yaxis[0], y_label)):
         axis.axis_label = plain(label) or None
         axis.axis_label_text_font = axis.major_label_text_font = FONT
