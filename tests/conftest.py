@@ -27,6 +27,7 @@ GRACE_S = 30.0
 
 # Workers share the cores: a second thread of PyTorch in each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HOOP_NO_REPORT"] = "1"  # 2 s a run; tests of reports set it to 0
 
 MARK = "HOOP_TEST_SESSION"
 """An environment variable. Child processes inherit it, so that an orphan can be traced to its session."""

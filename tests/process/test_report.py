@@ -28,6 +28,7 @@ def hoop(*arguments: object) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT_S,
         check=False,
+        env={**os.environ, "HOOP_NO_REPORT": "0"},
     )
 
 
@@ -81,7 +82,7 @@ def without_bokeh(tmp_path: Path, *arguments: object) -> subprocess.CompletedPro
     return subprocess.run(
         command,
         cwd=tmp_path,
-        env=os.environ,
+        env={**os.environ, "HOOP_NO_REPORT": "0"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -75,6 +75,8 @@ FLUSH_S = 600.0
 """Timeout for writing the last checkpoint."""
 CLOSE_S = 30.0
 """The same for a run that failed."""
+NO_REPORT = "HOOP_NO_REPORT"
+"""Variable: 1 leaves out ``report.html``, which takes about 2 s at the end of a run."""
 _CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
 
@@ -266,7 +268,7 @@ class RunRecorder:
 
     def _write_report(self) -> None:
         """Writes ``report.html`` from the files of this folder. An error is a warning: the training is done."""
-        if importlib.util.find_spec("bokeh") is None:
+        if os.environ.get(NO_REPORT, "") not in ("", "0") or importlib.util.find_spec("bokeh") is None:
             return
         self._log_own_events()
         try:
