@@ -25,6 +25,7 @@ COMMANDS = (
     "drain",
     "status",
     "events",
+    "dashboard",
     "doctor",
     "token",
     "certs",
