@@ -106,7 +106,7 @@ def _work(device: DeviceView) -> str:
 
 
 def summary(view: ClusterView) -> str:
-    """The ring in words, for those who do not see it."""
+    """The ring in words, for screen readers."""
     if not view.devices:
         return "No devices yet."
     states = Counter(str(one.state) for one in view.on_ring)
@@ -165,7 +165,7 @@ class ClusterTab:
 
     def _draw_ring(self) -> LayoutDOM:
         plot = chart(
-            "Devices: shape and colour show the state, the outer dot the host",
+            "Devices: shape and colour are the state, dots the host",
             height=420,
             hover=[
                 ("device", "@device"),
@@ -176,9 +176,11 @@ class ClusterTab:
                 ("why", "@reason"),
             ],
             tools="reset,save",
-            match_aspect=True,
+            sizing_mode="scale_width",
+            aspect_ratio=1,
+            max_width=480,
             x_range=(-1.5, 1.5),
-            y_range=(-1.45, 1.45),
+            y_range=(-1.5, 1.5),
         )
         plot.axis.visible = plot.grid.visible = False
         plot.segment("x0", "y0", "x1", "y1", source=self._links.model, line_width=2, color="colour", alpha=0.6)

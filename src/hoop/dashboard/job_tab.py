@@ -29,7 +29,7 @@ NEWEST = "newest"
 
 
 def facts(job: JobView) -> list[str]:
-    """The job in sentences: also what the charts show, for those who do not see them."""
+    """The job in sentences: also what the charts show, for screen readers."""
     found = []
     if job.steps:
         remaining = f", about {seconds_text(job.remaining_s)} left" if job.remaining_s is not None else ""

@@ -33,7 +33,7 @@ _TABLE_STYLE = """
 
 def input_style() -> InlineStyleSheet:
     """For inputs, whose titles are in the colour of the page's text."""
-    return InlineStyleSheet(css=":host { color: var(--hoop-text); }")
+    return InlineStyleSheet(css=":host { color: var(--hoop-text); } .bk-input { color: #1a1a1a; background-color: #ffffff; }")
 
 
 def text_block(name: str) -> Div:
@@ -100,7 +100,7 @@ def chart(title: str, height: int = 240, hover: Sequence[tuple[str, str]] = (), 
     plot = figure(
         title=title,
         height=height,
-        sizing_mode="stretch_width",
+        sizing_mode=options.pop("sizing_mode", "stretch_width"),
         tools=options.pop("tools", TOOLS),
         toolbar_location="above",
         output_backend="canvas",
