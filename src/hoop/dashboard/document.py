@@ -124,7 +124,7 @@ class Page:
         document = self._document
         document.add_root(column(self._head, buttons, *tabs, self._acknowledged, sizing_mode="stretch_width"))
         document.title = "Hoop"
-        document.template = page_template()  # type: ignore[assignment]  # a text is taken too
+        document.template = page_template()
         document.theme = chart_theme(LIGHT)
         document.add_periodic_callback(self.update, UPDATE_MS)
 

@@ -33,7 +33,9 @@ _TABLE_STYLE = """
 
 def input_style() -> InlineStyleSheet:
     """For inputs, whose titles are in the colour of the page's text."""
-    return InlineStyleSheet(css=":host { color: var(--hoop-text); } .bk-input { color: #1a1a1a; background-color: #ffffff; }")
+    return InlineStyleSheet(
+        css=":host { color: var(--hoop-text); } .bk-input { color: #1a1a1a; background-color: #ffffff; }"
+    )
 
 
 def text_block(name: str) -> Div:

@@ -130,7 +130,7 @@ class ClusterView:
     def current_job(self) -> JobView | None:
         """The newest running job, else the newest."""
         running = [one for one in self.jobs if one.status == "running"]
-        return (running or list(self.jobs) or [None])[-1]
+        return next(reversed(running or list(self.jobs)), None)
 
 
 def shown_name(text: str) -> str:
