@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.cookiejar
 import json
 import os
@@ -40,6 +41,16 @@ WITHIN_S = 120.0
 CHROMIUM = shutil.which("chromium")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def current_loop() -> Iterator[None]:
+    """Bokeh's client makes the current event loop of this thread if there is none, and leaves it open."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
 def get(url: str, **headers: str) -> tuple[int, dict[str, str], str]:
     """Status, headers and text of an answer; a redirection is not followed."""
     parts = urllib.parse.urlsplit(url)
@@ -53,7 +64,8 @@ def get(url: str, **headers: str) -> tuple[int, dict[str, str], str]:
 
 
 def token_of(page: str) -> str:
-    (token,) = set(re.findall(r'"token":"([\w.-]+)"', page))
+    tokens: set[str] = set(re.findall(r'"token":"([\w.-]+)"', page))
+    (token,) = tokens
     return token
 
 
@@ -79,7 +91,7 @@ def document_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Document:
         session.close()
         return session.document
     finally:
-        asyncio_loop = loop.asyncio_loop  # type: ignore[attr-defined]
+        asyncio_loop = loop.asyncio_loop
         asyncio_loop.run_until_complete(asyncio_loop.shutdown_default_executor())
         loop.close(all_fds=True)
 

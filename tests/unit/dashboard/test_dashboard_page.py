@@ -45,7 +45,7 @@ def test_every_text_is_escaped() -> None:
 
 
 def test_a_browser_that_does_not_acknowledge_gets_no_more_updates() -> None:
-    asked = []
+    asked: list[None] = []
 
     def read() -> ClusterView:
         asked.append(None)
