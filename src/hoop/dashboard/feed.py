@@ -29,6 +29,7 @@ from hoop.dashboard.job_view import JobView, after_event, with_settings
 from hoop.dashboard.marks import LogLine, line_of_job_event, mark_of_job_event
 from hoop.dashboard.view import ClusterView
 from hoop.errors import HoopError, Unauthenticated
+from hoop.events import wall_clock
 from hoop.job_events import Observed
 from hoop.texts import parse_json
 
@@ -188,7 +189,7 @@ class ClusterFeed:
                     if self._stopped.is_set():
                         return
         except HoopError as error:  # of the job, or of the connection: then the poll thread starts another thread
-            line = LogLine(time.time(), f"job {job_id}", type(error).__name__, str(error))
+            line = LogLine(wall_clock(), f"job {job_id}", type(error).__name__, str(error))
             if not self._stopped.is_set():
                 self._update(lambda view: views.with_lines(view, [line], []))
                 self._stopped.wait(AGAIN_S)
