@@ -45,6 +45,7 @@ TABLE = """
     plan            root
     membership      root wire plan
     client          root memory wire collectives
+    dashboard       root wire client
     schedulers      root
     models          root
     data            root

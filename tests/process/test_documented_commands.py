@@ -41,6 +41,7 @@ REPRESENTATIVE = ("docs/simulator.md", "hoop calibrate")
 """A command of a page of the slow tests that no other test runs by default."""
 RUN_BY_OTHER_TESTS = {
     "bench": "tests/process/test_bench.py",
+    "dashboard": "tests/process/test_dashboard.py",
     "drain": "tests/process/test_drain.py",
     "chaos": "tests/process/test_signals.py",  # until a signal; to its end it takes minutes, in the slow tests
     "doctor": "tests/process/test_networks.py",
@@ -125,6 +126,7 @@ TABLE = (
     Rule(r": hoop (up|coordinator)\b", How.SERVE),
     Rule(r": hoop device\b", How.SERVE, "--memory 64MiB"),
     Rule(r": hoop events .*--follow", How.FOLLOW),
+    Rule(r": hoop dashboard\b", How.FOLLOW, "--port 0"),
     # Small where they are long.
     Rule(r": hoop train --list"),
     Rule(r": hoop train .*--coordinator HOST:PORT", add=f"{SHORT} --devices 1", slow=True),

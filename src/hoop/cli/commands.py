@@ -26,6 +26,7 @@ COMMANDS = (
     "drain",
     "status",
     "events",
+    "dashboard",
     "doctor",
     "token",
     "certs",

@@ -1,0 +1,172 @@
+"""Who may see the page: allowed hosts and origins, the login beyond loopback, and headers of every answer.
+
+Every request and every websocket passes ``AccessControl.check`` first. A request for another host name is refused (DNS
+rebinding), Bokeh refuses a websocket of another origin, and without a valid cookie a page redirects to the login and a
+websocket is refused. The cookie is signed with a key of this process, HttpOnly and SameSite=Strict.
+"""
+
+from __future__ import annotations
+
+import hmac
+import html
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bokeh.server.auth_provider import AuthProvider
+from tornado.web import HTTPError, RequestHandler
+
+from hoop.topology import Address
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token
+
+COOKIE = "hoop_dashboard"
+COOKIE_DAYS = 1.0
+LOGIN_URL = "/login"
+MAX_TOKEN = 1024
+"""Characters of a token that is compared."""
+HEADERS = {
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    # Bokeh's scripts compile code (CustomJS), and its page has inline scripts and styles. Nothing comes from elsewhere.
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+}
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Hoop: log in</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; margin: 10vh auto; max-width: 26em; padding: 0 1em; }}
+input, button {{ font: inherit; width: 100%; box-sizing: border-box; margin: .4em 0; padding: .4em; }}
+</style></head>
+<body><h1>Hoop</h1><p role="alert">{problem}</p>
+<form method="post"><label for="token">{label}</label>
+<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
+{xsrf}<button type="submit">Log in</button></form></body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Login:
+    """How a user logs in: with a client's token of the cluster, or with a password that this process has made."""
+
+    token: Token | None = None
+    password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    """Used where the cluster has no token that a user could type."""
+
+    @property
+    def label(self) -> str:
+        if self.token is None:
+            return "Password, which hoop dashboard has printed"
+        return "Client's token of the cluster (hoop token FILE --role client)"
+
+    def accepts(self, text: str) -> bool:
+        """Whether this text is the token or the password. Compares in constant time."""
+        text = text.strip()[:MAX_TOKEN]
+        if self.token is None:
+            return hmac.compare_digest(text.encode(), self.password.encode())
+        if Role.CLIENT not in self.token.secrets:
+            return False
+        expected = f"hoop-client-{self.token.secrets[Role.CLIENT]}"
+        return hmac.compare_digest(text.encode(), expected.encode())
+
+
+def allowed_hosts(address: Address, extra: Iterable[str] = ()) -> frozenset[str]:
+    """The values of the headers Host and Origin (without scheme) that are accepted, in lower case.
+
+    Those of the address that is listened on; for a wildcard address those of this machine's names and addresses.
+    ``extra``: names under which a proxy shows the page, with the port if it is not the scheme's own.
+    """
+    names = {address.host}
+    if address.is_loopback or address.is_wildcard:
+        names |= {"localhost", "127.0.0.1"}
+    if not address.is_loopback:
+        names |= {socket.gethostname(), socket.getfqdn()}
+    if address.is_wildcard:
+        names.discard(address.host)
+        try:
+            found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        except OSError:
+            found = []
+        names |= {str(sockaddr[0]) for *_, sockaddr in found if "%" not in str(sockaddr[0])}
+    return frozenset([*(str(Address(name, address.port)).lower() for name in names), *(one.lower() for one in extra)])
+
+
+class AccessControl(AuthProvider):
+    """Checks every request of the Bokeh server."""
+
+    def __init__(self, hosts: frozenset[str], login: Login | None, secure: bool) -> None:
+        """``login`` None: none is needed. ``secure``: the page is served by HTTPS, and the cookie sent only so."""
+        self._hosts, self._login, self._secure = hosts, login, secure
+        super().__init__()
+
+    async def check(self, handler: Any) -> str | None:
+        """The user of a request; None: the login is needed. Raises HTTPError for one that is refused."""
+        for name, value in HEADERS.items():
+            handler.set_header(name, value)
+        if str(handler.request.host).lower() not in self._hosts:
+            raise HTTPError(403, "the page is not served under this host name; see hoop dashboard --allow-origin")
+        if self._login is None or handler.get_signed_cookie(COOKIE, max_age_days=COOKIE_DAYS) == b"user":
+            return "user"
+        if handler.request.headers.get("Upgrade", "").lower() == "websocket":
+            raise HTTPError(403, "log in first")
+        return None
+
+    @property
+    def get_user(self) -> None:
+        return None
+
+    @property
+    def get_user_async(self) -> Callable[[Any], Awaitable[str | None]]:
+        return self.check
+
+    @property
+    def login_url(self) -> str:
+        return LOGIN_URL
+
+    @property
+    def get_login_url(self) -> None:
+        return None
+
+    @property
+    def logout_url(self) -> None:
+        return None
+
+    @property
+    def logout_handler(self) -> None:
+        return None
+
+    @property
+    def login_handler(self) -> type[RequestHandler]:
+        access = self
+
+        class LoginHandler(RequestHandler):
+            """The login form."""
+
+            async def prepare(self) -> None:
+                self.current_user = await access.check(self)
+
+            def get(self) -> None:
+                self._show("")
+
+            def post(self) -> None:
+                login = access._login
+                if login is not None and not login.accepts(self.get_body_argument("token", "")):
+                    self.set_status(403)
+                    self._show("This is not it.")
+                    return
+                options = {"httponly": True, "samesite": "Strict", "secure": access._secure}
+                self.set_signed_cookie(COOKIE, "user", expires_days=COOKIE_DAYS, **options)
+                self.redirect("/")
+
+            def _show(self, problem: str) -> None:
+                label = access._login.label if access._login is not None else ""
+                shown = {"problem": html.escape(problem), "label": html.escape(label)}
+                self.write(_PAGE.format(**shown, xsrf=self.xsrf_form_html()))
+
+        return LoginHandler

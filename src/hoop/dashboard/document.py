@@ -1,0 +1,161 @@
+"""The page of one browser: a headline, buttons for the tabs, and the tab that is shown.
+
+Twice a second the page takes the feed's newest view and sends what has changed in the tab that is shown. It does not
+send more while the browser has not acknowledged the last ``MAX_UNACKNOWLEDGED`` updates: a browser that is slow, asleep
+or gone makes no queue grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from bokeh.document import Document
+from bokeh.layouts import column, row
+from bokeh.models import Button, CustomJS, LayoutDOM, Spinner, Toggle
+from bokeh.themes import Theme as BokehTheme
+
+from hoop.dashboard.cluster_tab import ClusterTab
+from hoop.dashboard.events_tab import EventsTab
+from hoop.dashboard.job_tab import JobTab
+from hoop.dashboard.palette import DARK, LIGHT, Theme
+from hoop.dashboard.parts import paragraph, set_text, text_block
+from hoop.dashboard.timeline_tab import TimelineTab
+from hoop.dashboard.view import ClusterView
+
+UPDATE_MS = 500
+MAX_UNACKNOWLEDGED = 4
+
+ReadView = Callable[[], ClusterView]
+
+TEMPLATE = """
+{% block preamble %}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+  :root { --hoop-background: LIGHT.background; --hoop-panel: LIGHT.panel; --hoop-text: LIGHT.text;
+          --hoop-muted: LIGHT.muted; --hoop-grid: LIGHT.grid; }
+  :root.dark { --hoop-background: DARK.background; --hoop-panel: DARK.panel; --hoop-text: DARK.text;
+               --hoop-muted: DARK.muted; --hoop-grid: DARK.grid; color-scheme: dark; }
+  body { background: var(--hoop-background); color: var(--hoop-text); margin: 0 auto; padding: 0 8px;
+         max-width: 1400px; font-family: system-ui, sans-serif; }
+</style>
+{% endblock %}
+"""
+"""Blocks of Bokeh's own page, with the colours; ``LIGHT.text`` and so on are replaced."""
+
+
+class Tab(Protocol):
+    """What the four tabs have in common."""
+
+    layout: LayoutDOM
+
+    def update(self, view: ClusterView) -> None:
+        """Shows the view."""
+
+
+def page_template() -> str:
+    """``TEMPLATE`` with the colours of the themes."""
+    text = TEMPLATE
+    for name, theme in (("LIGHT", LIGHT), ("DARK", DARK)):
+        for field in ("background", "panel", "text", "muted", "grid"):
+            text = text.replace(f"{name}.{field}", getattr(theme, field))
+    return text
+
+
+def chart_theme(theme: Theme) -> BokehTheme:
+    """The colours of charts."""
+    text = {"text_color": theme.text}
+    attributes: dict[str, Any] = {
+        "Plot": {
+            "background_fill_color": theme.panel,
+            "border_fill_color": theme.background,
+            "outline_line_color": theme.grid,
+        },
+        "Grid": {"grid_line_color": theme.grid},
+        "Axis": {
+            "major_label_text_color": theme.text,
+            "axis_label_text_color": theme.text,
+            "axis_line_color": theme.muted,
+            "major_tick_line_color": theme.muted,
+            "minor_tick_line_color": theme.muted,
+        },
+        "Title": text,
+        "Legend": {"label_text_color": theme.text, "background_fill_color": theme.panel, "background_fill_alpha": 0.7},
+    }
+    return BokehTheme(json={"attrs": attributes})
+
+
+class Page:
+    """The page of one browser, in its Bokeh document."""
+
+    def __init__(self, document: Document, read_view: ReadView) -> None:
+        self._document, self._read_view = document, read_view
+        self._tabs: dict[str, Tab] = {
+            "Cluster": ClusterTab(),
+            "Job": JobTab(),
+            "Timeline": TimelineTab(),
+            "Events": EventsTab(),
+        }
+        self._shown = "Cluster"
+        self._head = text_block("headline")
+        self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._tabs}
+        self._dark = Toggle(label="Dark", width=70, name="dark")
+        self._sent = 0
+        self._acknowledged = Spinner(value=0, visible=False, name="acknowledged")
+        self._compose()
+
+    def _compose(self) -> None:
+        for name, button in self._buttons.items():
+            button.on_click(lambda name=name: self._choose(name))
+        self._dark.on_change("active", lambda attr, old, new: self._change_theme())
+        self._dark.js_on_change(
+            "active", CustomJS(code="document.documentElement.classList.toggle('dark', this.active)")
+        )
+        # The browser runs this after it has applied an update.
+        acknowledge = CustomJS(args={"acknowledged": self._acknowledged}, code="acknowledged.value = this.tags[0]")
+        self._head.js_on_change("tags", acknowledge)
+        buttons = row(*self._buttons.values(), self._dark, styles={"flex-wrap": "wrap"})
+        tabs = [tab.layout for tab in self._tabs.values()]
+        view = self._read_view()
+        for tab in self._tabs.values():
+            tab.update(view)
+        self._show_headline(view)
+        self._choose(self._shown)
+        document = self._document
+        document.add_root(column(self._head, buttons, *tabs, self._acknowledged, sizing_mode="stretch_width"))
+        document.title = "Hoop"
+        document.template = page_template()
+        document.theme = chart_theme(LIGHT)
+        document.add_periodic_callback(self.update, UPDATE_MS)
+
+    def update(self) -> None:
+        """Sends what has changed, unless the browser is behind."""
+        acknowledged = int(self._acknowledged.value or 0)
+        if self._sent - acknowledged >= MAX_UNACKNOWLEDGED:
+            return
+        view = self._read_view()
+        self._tabs[self._shown].update(view)
+        self._show_headline(view)
+        self._sent += 1
+        self._head.tags = [self._sent]
+
+    def _choose(self, name: str) -> None:
+        """Shows one tab."""
+        self._shown = name
+        for other, tab in self._tabs.items():
+            tab.layout.visible = other == name
+            self._buttons[other].button_type = "primary" if other == name else "default"
+        self._tabs[name].update(self._read_view())
+
+    def _change_theme(self) -> None:
+        self._document.theme = chart_theme(DARK if self._dark.active else LIGHT)
+
+    def _show_headline(self, view: ClusterView) -> None:
+        parts = [paragraph("Hoop dashboard", tag="h2")]
+        if view.answered:
+            parts.append(paragraph(f"Coordinator {view.coordinator}, process {view.pid}, Hoop {view.version}", "muted"))
+        if view.problem:
+            parts.append(
+                paragraph(f"The coordinator does not answer; this is the last state: {view.problem}", "problem")
+            )
+        set_text(self._head, *parts)

@@ -1,0 +1,235 @@
+"""The tab "Job": curves, progress, shards, stragglers, prediction, checkpoints and where the time went."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bokeh.layouts import column, row
+from bokeh.models import FactorRange, LayoutDOM, Select, Span
+
+from hoop.dashboard.job_view import JobView
+from hoop.dashboard.palette import BLUE, CYCLE, GREEN, GREY, ORANGE, RED
+from hoop.dashboard.parts import (
+    Source,
+    bytes_text,
+    chart,
+    input_style,
+    paragraph,
+    plural,
+    seconds_text,
+    set_text,
+    table,
+    text_block,
+)
+from hoop.dashboard.view import ClusterView
+
+NEWEST = "newest"
+"""The choice that follows the newest running job."""
+
+
+def facts(job: JobView) -> list[str]:
+    """The job in sentences: also what the charts show, for screen readers."""
+    found = []
+    if job.steps:
+        remaining = f", about {seconds_text(job.remaining_s)} left" if job.remaining_s is not None else ""
+        found.append(f"Step {job.done} of {job.steps} ({job.done / job.steps:.0%}){remaining}.")
+    figures = [f"loss {job.loss.last:.4f}"] if job.loss.last is not None else []
+    figures += [f"test loss {job.test_loss.last:.4f}"] if job.test_loss.last is not None else []
+    figures += [f"accuracy {job.accuracy.last:.2%}"] if job.accuracy.last is not None else []
+    figures += [f"{job.samples_a_second:,.0f} samples a second"] if job.samples_a_second is not None else []
+    figures += [f"learning rate {job.rate:.4g}"] if job.rate else []
+    found += [f"{', '.join(figures).capitalize()}."] if figures else []
+    found.append(prediction_text(job))
+    slow = [f"rank {rank} ({times:.1f} times slower)" for rank, times in job.stragglers]
+    found.append(f"Stragglers: {', '.join(slow)}." if slow else "No stragglers.")
+    if job.recoveries:
+        found.append(f"{plural(job.recoveries, 'recovery')}; the last pause took {seconds_text(job.last_pause_s)}.")
+    return [one for one in found if one]
+
+
+def prediction_text(job: JobView) -> str:
+    """The measured time of a step beside the predicted one; empty if neither is known."""
+    measured = recent_step_seconds(job)
+    if measured is None:
+        return ""
+    text = f"A step takes {seconds_text(measured)}"
+    if job.predicted_step_seconds:
+        difference = measured / job.predicted_step_seconds - 1
+        text += f"; the simulator predicted {seconds_text(job.predicted_step_seconds)} ({difference:+.0%})"
+    return f"{text}."
+
+
+def recent_step_seconds(job: JobView) -> float | None:
+    """Mean of the last points of the curve."""
+    last = job.step_seconds.y[-20:]
+    return sum(last) / len(last) if last else None
+
+
+class JobTab:
+    """The tab of one browser."""
+
+    def __init__(self) -> None:
+        self._choice = Select(
+            title="Job",
+            value=NEWEST,
+            options=[(NEWEST, "the newest")],
+            name="job-choice",
+            width=260,
+            stylesheets=[input_style()],
+        )
+        self._head = text_block("job-text")
+        self._loss, self._test = Source("loss", "x", "y"), Source("test-loss", "x", "y")
+        self._accuracy, self._speed = Source("accuracy", "x", "y"), Source("speed", "x", "y")
+        self._step = Source("step-seconds", "x", "y")
+        self._shards = Source("shards", "rank", "shards", "colour", "note")
+        self._splits = Source("splits", "rank", "compute", "communicate", "idle", "sent")
+        self._checkpoints = Source("checkpoints", "step", "parts", "bytes", "kind", "time")
+        self._shard_ranks, self._split_ranks = FactorRange(), FactorRange()
+        self._predicted = Span(
+            location=0, dimension="width", line_color=RED, line_dash="dashed", line_width=2, visible=False
+        )
+        self.layout: LayoutDOM = column(
+            self._choice,
+            self._head,
+            row(*self._draw_curves(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
+            row(*self._draw_speeds(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
+            row(*self._draw_ranks(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
+            table(
+                self._checkpoints,
+                "checkpoint-table",
+                {
+                    "step": ("checkpoint after step", 120),
+                    "parts": ("parts", 60),
+                    "bytes": ("size", 80),
+                    "kind": ("kind", 70),
+                    "time": ("at", 80),
+                },
+                height=150,
+            ),
+            sizing_mode="stretch_width",
+        )
+
+    def _draw_curves(self) -> list[Any]:
+        loss = chart("Loss by step", hover=[("step", "@x{0}"), ("loss", "@y{0.0000}")], min_width=340)
+        loss.line("x", "y", source=self._loss.model, color=BLUE, line_width=2, legend_label="training")
+        loss.scatter("x", "y", source=self._test.model, color=ORANGE, size=9, marker="diamond", legend_label="test")
+        loss.legend.click_policy = "hide"
+        accuracy = chart("Accuracy by step", hover=[("step", "@x{0}"), ("accuracy", "@y{0.00%}")], min_width=340)
+        accuracy.line("x", "y", source=self._accuracy.model, color=GREEN, line_width=2)
+        accuracy.scatter("x", "y", source=self._accuracy.model, color=GREEN, size=7, marker="square")
+        return [loss, accuracy]
+
+    def _draw_speeds(self) -> list[Any]:
+        hover = [("step", "@x{0}"), ("samples a second", "@y{0,0}")]
+        speed = chart("Samples a second by step", hover=hover, min_width=340)
+        speed.line("x", "y", source=self._speed.model, color=BLUE, line_width=2)
+        hover = [("step", "@x{0}"), ("milliseconds", "@y{0.00}")]
+        step = chart("Milliseconds of a step (dashed: predicted)", hover=hover, min_width=340)
+        step.line("x", "y", source=self._step.model, color=BLUE, line_width=2)
+        step.add_layout(self._predicted)
+        return [speed, step]
+
+    def _draw_ranks(self) -> list[Any]:
+        hover = [("rank", "@rank"), ("shards", "@shards"), ("", "@note")]
+        shards = chart("Shards by rank", hover=hover, tools="reset,save", x_range=self._shard_ranks, min_width=340)
+        shards.vbar(x="rank", top="shards", width=0.7, source=self._shards.model, color="colour")
+        shards.y_range.start = 0
+        hover = [("rank", "@rank"), ("compute", "@compute{0.0} s"), ("communicate", "@communicate{0.0} s")]
+        hover += [("idle", "@idle{0.0} s"), ("sent", "@sent")]
+        split = chart(
+            "Seconds by rank, when the job has ended",
+            hover=hover,
+            tools="reset,save",
+            x_range=self._split_ranks,
+            min_width=340,
+        )
+        split.vbar_stack(
+            ["compute", "communicate", "idle"], x="rank", width=0.7, source=self._splits.model,
+            color=[BLUE, ORANGE, GREY], legend_label=["compute", "communicate", "idle"],
+        )  # fmt: skip
+        split.y_range.start = 0
+        return [shards, split]
+
+    def update(self, view: ClusterView) -> None:
+        """Shows the chosen job of the view."""
+        options = [(NEWEST, "the newest"), *((str(one.id), f"job {one.id}: {one.name}") for one in view.jobs)]
+        if options != self._choice.options:
+            self._choice.options = options
+        chosen = self._choice.value
+        job = view.current_job if chosen == NEWEST else view.job(int(chosen))
+        if job is None:
+            set_text(self._head, paragraph("No job", tag="h2"), paragraph("Start one: hoop train --coordinator …"))
+            return
+        self._show_text(job)
+        for source, curve in ((self._loss, job.loss), (self._test, job.test_loss), (self._accuracy, job.accuracy)):
+            source.show_columns({"x": list(curve.x), "y": list(curve.y)})
+        scale = job.batch_size or 1
+        self._speed.show_columns({"x": list(job.speed.x), "y": [scale * one for one in job.speed.y]})
+        self._step.show_columns({"x": list(job.step_seconds.x), "y": [1e3 * one for one in job.step_seconds.y]})
+        if self._predicted.visible != bool(job.predicted_step_seconds):
+            self._predicted.visible = bool(job.predicted_step_seconds)
+        if job.predicted_step_seconds and self._predicted.location != 1e3 * job.predicted_step_seconds:
+            self._predicted.location = 1e3 * job.predicted_step_seconds
+        self._show_ranks(job)
+
+    def _show_text(self, job: JobView) -> None:
+        title = f"Job {job.id}: {job.name}"
+        about = [job.status, job.strategy, plural(len(job.devices), "device")]
+        about += [f"generation {job.generation}"] if job.generation else []
+        about += [f"{job.parameters:,} parameters"] if job.parameters else []
+        done = f'<progress max="{max(1, job.steps)}" value="{job.done}" aria-label="progress"></progress>'
+        set_text(
+            self._head,
+            paragraph(title, tag="h2"),
+            paragraph(" · ".join(filter(None, about)), "muted"),
+            *([done] if job.steps else []),
+            *([paragraph(job.notice, "problem")] if job.notice else []),
+            *([paragraph(job.reason, "problem")] if job.reason else []),
+            *(paragraph(one) for one in facts(job)),
+        )
+
+    def _show_ranks(self, job: JobView) -> None:
+        slow = dict(job.stragglers)
+        _set_factors(self._shard_ranks, [str(rank) for rank in range(len(job.shards))])
+        self._shards.show(
+            [
+                {
+                    "rank": str(rank),
+                    "shards": count,
+                    "colour": RED if rank in slow else CYCLE[0],
+                    "note": f"straggler, {slow[rank]:.1f} times slower" if rank in slow else "",
+                }
+                for rank, count in enumerate(job.shards)
+            ]
+        )
+        _set_factors(self._split_ranks, [str(one.rank) for one in job.splits])
+        self._splits.show(
+            [
+                {
+                    "rank": str(one.rank),
+                    "compute": one.compute,
+                    "communicate": one.communicate,
+                    "idle": one.idle,
+                    "sent": bytes_text(one.bytes_sent),
+                }
+                for one in job.splits
+            ]
+        )
+        self._checkpoints.show(
+            [
+                {
+                    "step": str(one.step),
+                    "parts": f"{one.parts} of {one.of_parts}",
+                    "bytes": bytes_text(one.bytes),
+                    "kind": "final" if one.final else "",
+                    "time": time.strftime("%H:%M:%S", time.localtime(one.time)),
+                }
+                for one in reversed(job.checkpoints)
+            ]
+        )
+
+
+def _set_factors(axis: FactorRange, names: list[str]) -> None:
+    if names != list(axis.factors):
+        axis.factors = names

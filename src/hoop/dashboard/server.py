@@ -1,0 +1,148 @@
+"""The web server of the dashboard: Bokeh's, in a thread with its own event loop.
+
+All scripts come from the installed Bokeh package, through this server: the page needs no internet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bokeh.application import Application
+from bokeh.application.handlers.function import FunctionHandler
+from bokeh.document import Document
+from bokeh.server.server import BaseServer
+from bokeh.server.tornado import BokehTornado
+from tornado.httpserver import HTTPServer
+from tornado.ioloop import IOLoop
+from tornado.netutil import bind_sockets
+
+from hoop.dashboard.access import AccessControl, Login, allowed_hosts
+from hoop.dashboard.document import Page, ReadView
+from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from hoop.topology import Address
+
+MAX_PAGES = 64
+"""Browser pages that are open at once; each takes some MB."""
+MAX_BODY_BYTES = 64 << 10
+MAX_MESSAGE_BYTES = 1 << 20
+"""Of a websocket message from a browser."""
+UNUSED_MS = 15_000
+"""How long a page is kept after its browser has gone."""
+START_S = 60.0
+
+
+@dataclass(frozen=True)
+class DashboardConfig:
+    """Where and for whom the page is served."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    login: Login | None = None
+    """None: every process of this machine may see the page; only for a loopback address."""
+    origins: tuple[str, ...] = ()
+    """Further host names, with port, under which browsers reach the page (a proxy's)."""
+    certificate: Path | None = None
+    """PEM files for HTTPS."""
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.login is None and not Address(self.host, self.port).is_loopback:
+            raise InvalidArgument(f"host: {self.host} is beyond this machine, and the page needs a login there")
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidArgument("certificate, key: give both of them for HTTPS, or none")
+
+
+class DashboardServer:
+    """Serves the page of a feed's views until ``close``."""
+
+    def __init__(self, read_view: ReadView, config: DashboardConfig) -> None:
+        """Opens the port; raises FailedPrecondition if it is taken."""
+        self._read_view, self._config = read_view, config
+        self._tls = _tls(config)
+        try:
+            self._sockets = bind_sockets(config.port, config.host)
+        except OSError as error:
+            raise FailedPrecondition(
+                f"--port {config.port}: {config.host} does not give it: {error.strerror}; choose another, or 0 for any"
+            ) from None
+        self.address = Address(config.host, self._sockets[0].getsockname()[1])
+        self._ready, self._stopping = threading.Event(), asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="hoop-dashboard-server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.address.is_wildcard else self.address.host
+        return f"{'http' if self._tls is None else 'https'}://{Address(host, self.address.port)}"
+
+    def start(self) -> None:
+        """Returns when the page can be opened."""
+        self._thread.start()
+        if not self._ready.wait(START_S):
+            raise FailedPrecondition(f"the dashboard's server did not start within {START_S:g} s")
+
+    def close(self) -> None:
+        """Closes the port and all pages."""
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(START_S)
+        for one in self._sockets:
+            one.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        config = self._config
+        hosts = allowed_hosts(self.address, config.origins)
+        application = BokehTornado(
+            {"/": Application(FunctionHandler(self._open_page))},
+            extra_websocket_origins=sorted(hosts),
+            auth_provider=AccessControl(hosts, config.login, self._tls is not None),
+            secret_key=secrets.token_bytes(32),
+            sign_sessions=True,
+            xsrf_cookies=True,
+            cookie_secret=secrets.token_hex(32),
+            xsrf_cookie_kwargs={"samesite": "Strict", "secure": self._tls is not None},
+            websocket_max_message_size_bytes=MAX_MESSAGE_BYTES,
+            unused_session_lifetime_milliseconds=UNUSED_MS,
+            check_unused_sessions_milliseconds=UNUSED_MS // 3,
+            include_headers=[],
+            include_cookies=[],
+        )
+        http = HTTPServer(application, ssl_options=self._tls, max_body_size=MAX_BODY_BYTES)
+        http.add_sockets(self._sockets)
+        self._server = BaseServer(IOLoop.current(), application, http)
+        self._server.start()
+        self._ready.set()
+        try:
+            await self._stopping.wait()
+        finally:
+            self._server.stop()
+            await http.close_all_connections()
+            self._server.unlisten()
+
+    def _open_page(self, document: Document) -> Any:
+        if len(self._server.get_sessions("/")) > MAX_PAGES:
+            raise ResourceExhausted(f"{MAX_PAGES} pages are open; close some of them")
+        Page(document, self._read_view)
+
+
+def _tls(config: DashboardConfig) -> ssl.SSLContext | None:
+    if config.certificate is None or config.key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.certificate, config.key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidArgument(
+            f"--certificate {config.certificate}, --key {config.key}: {error}; give PEM files that belong together"
+        ) from None
+    return context

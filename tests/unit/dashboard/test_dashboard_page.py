@@ -1,0 +1,121 @@
+"""The dashboard's page in a Bokeh document, without a server: escaping, filters, and browsers that are behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("bokeh", reason="the dashboard needs bokeh: pip install 'hoop[dashboard]'")
+
+from bokeh.document import Document
+from bokeh.models import Div
+
+from hoop.dashboard.access import Login, allowed_hosts
+from hoop.dashboard.cluster_tab import link_rows, memory_rows, ring_rows
+from hoop.dashboard.document import MAX_UNACKNOWLEDGED, Page
+from hoop.dashboard.events_tab import ALL, MAX_ROWS, matching
+from hoop.dashboard.job_view import JobView
+from hoop.dashboard.marks import LogLine
+from hoop.dashboard.parts import paragraph
+from hoop.dashboard.server import DashboardConfig
+from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView
+from hoop.errors import InvalidArgument
+from hoop.topology import Address
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token, new_token
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def device(number: int, host: str = "a", state: DeviceState = DeviceState.TRAINING) -> DeviceView:
+    return DeviceView(number, host, "127.0.0.1:1", 1, f"run-{number}", state, used=100, capacity=200)
+
+
+def test_every_text_is_escaped() -> None:
+    job = JobView(1, name=HOSTILE, status="running", reason=HOSTILE, notice=HOSTILE, strategy=HOSTILE, steps=3)
+    view = ClusterView(coordinator=HOSTILE, version=HOSTILE, answered=True, problem=HOSTILE, jobs=(job,))
+    document = Document()
+    Page(document, lambda: view)
+    texts = [model.text for model in document.models if isinstance(model, Div)]
+    assert sum("&lt;script&gt;" in text for text in texts) == 2, "the headline and the job's text"
+    assert not any("<script" in text or "<img" in text for text in texts)
+    assert all(model.disable_math for model in document.models if isinstance(model, Div))
+    assert paragraph('"&') == '<p class="">&quot;&amp;</p>'
+
+
+def test_a_browser_that_does_not_acknowledge_gets_no_more_updates() -> None:
+    asked: list[None] = []
+
+    def read() -> ClusterView:
+        asked.append(None)
+        return ClusterView(devices=tuple(device(number) for number in range(len(asked))))
+
+    document = Document()
+    page = Page(document, read)
+    before = len(asked)
+    for _ in range(50):
+        page.update()
+    assert len(asked) - before == MAX_UNACKNOWLEDGED
+    (acknowledged,) = document.select({"name": "acknowledged"})
+    acknowledged.value = MAX_UNACKNOWLEDGED
+    page.update()
+    assert len(asked) - before == MAX_UNACKNOWLEDGED + 1
+
+
+def test_a_ring_of_200_devices_is_one_small_message() -> None:
+    rows = ring_rows([device(number, f"host-{number // 8}") for number in range(200)])
+    assert len({(row["x"], row["y"]) for row in rows}) == 200
+    assert len(json.dumps(rows)) < 100_000
+
+
+def test_links_join_only_devices_that_are_there() -> None:
+    job = JobView(1, status="running", devices=(1, 2, 3))
+    dead = DeviceView(2, "a", "", 1, "run-2", DeviceState.DEAD, gone_at=1.0)
+    view = ClusterView(devices=(device(1), dead, device(3)), jobs=(job,), now=2.0)
+    assert len(view.on_ring) == 3
+    assert len(link_rows(view)) == 2, "1 to 3 and back: the gap is closed"
+
+
+def test_memory_without_a_name_is_shown_too() -> None:
+    one = DeviceView(1, "a", "", 1, "", DeviceState.STANDBY, used=100, buffers=(BufferView("weights", 60),))
+    assert [(row["name"], row["bytes"]) for row in memory_rows([one])] == [
+        ("weights", "60 B (arena)"),
+        ("unnamed", "40 B (arena)"),
+    ]
+
+
+def test_events_are_filtered_and_bounded() -> None:
+    lines = [LogLine(float(number), "job 1", "lost", f"Device {number}") for number in range(2 * MAX_ROWS)]
+    lines.append(LogLine(0.0, "coordinator", "device_dead", "device 7 is dead"))
+    assert len(matching(lines, "", ALL)) == MAX_ROWS
+    assert [one.text for one in matching(lines, "DEAD device", ALL)] == ["device 7 is dead"]
+    assert matching(lines, "dead", "job 1") == []
+
+
+def test_the_login_takes_the_clients_token_and_no_other() -> None:
+    join = new_token()
+    token = Token.parse(join)
+    clients = token.role_token(Role.CLIENT)
+    for known in (token, Token.parse(clients)):
+        login = Login(known)
+        assert login.accepts(f" {clients}\n")
+        assert not any(login.accepts(text) for text in ("", "x", join, login.password, clients[:-1], "ä" * 5000))
+    password = Login()
+    assert password.accepts(password.password)
+    assert not password.accepts("")
+    assert password.password not in repr(password)
+
+
+def test_beyond_loopback_the_page_needs_a_login() -> None:
+    with pytest.raises(InvalidArgument, match="needs a login"):
+        DashboardConfig("0.0.0.0", 1)
+    assert DashboardConfig("0.0.0.0", 1, Login()).login is not None
+    with pytest.raises(InvalidArgument, match="both"):
+        DashboardConfig(certificate=__file__)  # type: ignore[arg-type]
+
+
+def test_hosts_that_are_allowed() -> None:
+    loopback = allowed_hosts(Address("127.0.0.1", 80), ["Proxy.example"])
+    assert loopback == {"127.0.0.1:80", "localhost:80", "proxy.example"}
+    assert "0.0.0.0:80" not in allowed_hosts(Address("0.0.0.0", 80))
