@@ -138,6 +138,17 @@ def test_the_page_shows_the_devices_and_marks_a_killed_one_dead(
     assert dashboard.wait() == 143
 
 
+def test_hoop_up_starts_and_ends_a_dashboard(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = start("up", "--devices", 1, "--memory", "4MiB", "--dashboard", 0)
+    assert cluster.first_line.startswith("coordinator ")
+    url = cluster.line().removeprefix("dashboard ")
+    wait_for(url, monkeypatch, lambda document: states(document) == {1: "standby"})
+    cluster.signal(signal.SIGTERM)
+    assert cluster.wait() == 0
+    with pytest.raises(ConnectionRefusedError):
+        get(url)
+
+
 def test_another_origin_and_another_host_are_refused(up: Running, start: Start) -> None:
     dashboard = start("dashboard", "-c", up.address, "--port", 0)
     url = dashboard.address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +35,9 @@ def dashboard(
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     json: options.Json = False,
+    leave_with_stdin: Annotated[
+        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
+    ] = False,
 ) -> None:
     """Show a cluster live in the browser: devices, jobs, a timeline of faults and recoveries, events.
 
@@ -43,6 +45,7 @@ def dashboard(
     client's token of the cluster, or, if you gave none, for a password that this command prints.
     """
     import hoop
+    from hoop.cli.running import Stopping, run_event_loop
     from hoop.topology import Address, Addresses
     from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
@@ -59,6 +62,12 @@ def dashboard(
     needs_login = login or not Address(host, port).is_loopback
     access = Login(credentials.token) if needs_login else None
     config = DashboardConfig(host, port, access, tuple(allow_origin or ()), certificate, key)
+
+    async def wait() -> None:
+        stopping = Stopping(leave_with_stdin)
+        await stopping.wait()
+        if stopping.number:
+            raise typer.Exit(128 + stopping.number)
 
     def connect() -> Cluster:
         return hoop.connect(address, timeout=CALL_S, credentials=credentials)
@@ -77,7 +86,7 @@ def dashboard(
                 if password:
                     echo(f"password {password}", err=True)
                 echo(f"dashboard {server.url}")
-            threading.Event().wait()  # until a signal
+            run_event_loop(wait)
         finally:
             server.close()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json as json_module
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 from hoop.cli import options
 from hoop.cli.coordinator import configure
 from hoop.config import format_size, parse_size
-from hoop.errors import InvalidArgument
+from hoop.errors import FailedPrecondition, InvalidArgument
 
 
 def up(
@@ -45,6 +46,10 @@ def up(
             "ports.",
         ),
     ] = None,
+    dashboard: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Show the cluster live in the browser, at this port."),
+    ] = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     insecure: options.Insecure = False,
@@ -62,6 +67,8 @@ def up(
     from hoop.cli.running import Stopping, run_event_loop
     from hoop.launch.local import LocalCluster, LocalConfig
 
+    if dashboard is not None and find_spec("bokeh") is None:
+        raise FailedPrecondition("--dashboard: it needs Bokeh: pip install 'hoop[dashboard]'")
     if devices < 0:
         raise InvalidArgument(f"--devices: {devices} is negative")
     if state is not None:
@@ -86,7 +93,18 @@ def up(
         *(["--tls", str(tls)] if tls else []),
     ]
     config = LocalConfig(
-        devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more), accelerator=accelerator
+        devices,
+        parse_size(memory, "--memory"),
+        state,
+        coordinator,
+        device_options=tuple(more),
+        accelerator=accelerator,
+        dashboard=dashboard,
+        dashboard_options=(
+            *(["--json"] if json else []),
+            *(["--token-file", str(token_file)] if token_file else []),
+            *(["--tls", str(tls)] if tls else []),
+        ),
     )
 
     async def run() -> None:

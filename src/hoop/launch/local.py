@@ -38,6 +38,10 @@ class LocalConfig:
     """Additional options of ``hoop device``: its token or certificates, if they are not in the environment."""
     accelerator: str = "cpu"
     """Where the devices' memory is: ``--accelerator`` of ``hoop device``."""
+    dashboard: int | None = None
+    """Port of the dashboard, on loopback (``hoop dashboard``); 0: any free one; None: there is none."""
+    dashboard_options: tuple[str, ...] = ()
+    """Additional options of ``hoop dashboard``."""
 
 
 class LocalCluster:
@@ -47,6 +51,7 @@ class LocalCluster:
         self.config = config
         self._server = CoordinatorServer(config.coordinator)
         self._devices: dict[int, asyncio.subprocess.Process] = {}
+        self._dashboard: asyncio.subprocess.Process | None = None
         self._mps = contextlib.ExitStack()
         """CUDA MPS, while devices share a GPU."""
 
@@ -69,6 +74,8 @@ class LocalCluster:
             for device_id in range(1, self.config.devices + 1):
                 self._devices[device_id] = await self._start_device(device_id)
             await self._wait_joined()
+            if config.dashboard is not None:
+                self._dashboard = await self._start_dashboard(config.dashboard)
             if address_file is not None:
                 write_address_file(address_file, self.address)
         except BaseException:
@@ -90,6 +97,13 @@ class LocalCluster:
             command += ["--arena", str(self.config.state / f"device-{device_id}.arena")]
         # In its own session: Ctrl-C reaches this process only, which then ends the devices in order.
         return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+
+    async def _start_dashboard(self, port: int) -> asyncio.subprocess.Process:
+        """Starts ``hoop dashboard``, which prints its address. It leaves when its stdin closes."""
+        command = hoop_command("dashboard", "--coordinator", str(self.address), "--port", str(port), LEAVE_WITH_STDIN)
+        return await asyncio.create_subprocess_exec(
+            *command, *self.config.dashboard_options, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
 
     def _accelerator(self, device_id: int) -> str:
         """``cuda``: the devices take the GPUs of this machine in turn."""
@@ -131,21 +145,23 @@ class LocalCluster:
         return self._server.coordinator.events.subscribe(lambda event: listener(event.text))
 
     async def stop(self) -> None:
-        """Stop the devices, then the coordinator. A device that does not leave in time is killed."""
-        for process in self._devices.values():
+        """Stop the dashboard and the devices, then the coordinator. One that does not leave in time is killed."""
+        processes = [*self._devices.values(), *([self._dashboard] if self._dashboard is not None else [])]
+        for process in processes:
             if process.stdin is not None:
                 process.stdin.close()
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
-        exits = [asyncio.ensure_future(process.wait()) for process in self._devices.values()]
+        exits = [asyncio.ensure_future(process.wait()) for process in processes]
         if exits:
             await asyncio.wait(exits, timeout=STOP_S)
-        for process, exited in zip(self._devices.values(), exits, strict=True):
+        for process, exited in zip(processes, exits, strict=True):
             if not exited.done():
                 process.kill()
                 await exited
             remove_arenas(process.pid)
         ended = set(self._devices)
         self._devices.clear()
+        self._dashboard = None
         self._mps.close()
         await self._server.stop(ended)
