@@ -145,7 +145,7 @@ Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="[HOST:]PORT",
-        help="Serve metrics for Prometheus at http://HOST:PORT/metrics; loopback unless you give a host, and beyond it "
+        help="Serve metrics for Prometheus there (path /metrics); loopback unless you give a host, and beyond it "
         "for scrapers that send a client's token. 0 picks a free port.",
     ),
 ]

@@ -41,14 +41,14 @@ def up(
         str | None,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve metrics for Prometheus: the coordinator's at http://HOST:PORT/metrics, device N's at PORT + N. "
+            help="Serve metrics for Prometheus: the coordinator's there (path /metrics), device N's at PORT + N. "
             "Loopback unless you give a host, and beyond it for scrapers that send a client's token. 0 picks free "
             "ports.",
         ),
     ] = None,
     dashboard: Annotated[
         int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Show the cluster live in the browser, at this port."),
+        typer.Option(metavar="PORT", help="Show the cluster live in the browser, at this port."),
     ] = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
@@ -67,6 +67,8 @@ def up(
     from hoop.cli.running import Stopping, run_event_loop
     from hoop.launch.local import LocalCluster, LocalConfig
 
+    if dashboard is not None and not 0 <= dashboard <= 65535:
+        raise InvalidArgument(f"--dashboard: {dashboard} is no port; give one in 0..65535, 0 for any free one")
     if dashboard is not None and find_spec("bokeh") is None:
         raise FailedPrecondition("--dashboard: it needs Bokeh: pip install 'hoop[dashboard]'")
     if devices < 0:
