@@ -1,11 +1,11 @@
-"""The same training by several libraries: the lines that a user writes, and what a killed process does to each.
+"""The same training by several libraries: the lines that a user writes.
 
     python benchmarks/user_code/count.py
 
 Counts lines of code (no blank lines, comments and docstrings) of the programs beside this file, and those that are new
 or changed against ``plain.py``, which trains in one process. The others train on two processes and keep checkpoints.
 Each is run as it is; the one for Horovod with ``hoop.horovod`` in place of ``horovod.torch``. One that needs a library
-that is not installed is counted and not run.
+that is not installed is counted and not run. What a killed process costs is from each library's documentation.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RunCluster:
     coordinator: CoordinatorConfig | None
     """The coordinator that this process runs; None: another one does."""
     device: DeviceConfig
-    """Of this process. ``coordinator``, if this process runs it, decides its port: ``joining``."""
+    """Of this process. In a run of one process its coordinator's port is known when the coordinator has started."""
     restarted: bool = False
     """The launcher has started this process again: the job runs already."""
 
