@@ -155,6 +155,15 @@ class Cluster:
         """A new name for device buffers that the coordinator frees when this client ends."""
         return f"{STAGING_PREFIX}{self._session.ensure_open()}.{secrets.token_hex(8)}"
 
+    def stage(self, data: bytes, device_ids: Sequence[int]) -> str:
+        """Write these bytes into a new buffer of each device; return its name, for ``start_job(resume=…)``."""
+        name = self.staging_name()
+        for device_id in device_ids:
+            device = self.device(device_id)
+            device.allocate(name, len(data))
+            device.write(name, data)
+        return name
+
     def device(self, device_id: int) -> Device:
         """The device with this id; raises NotFound."""
         for member in self.status().devices:

@@ -33,7 +33,7 @@ class LoopCheckpoints:
         self._writer = None if self._out is None else CheckpointWriter(self._out / FOLDER, keep)
 
     def newest(self) -> bytes | None:
-        """The checkpoint to resume from; None: the run begins at step 0. Called once, by the process that starts the job."""
+        """The checkpoint to resume from; None: the run begins at step 0. The process that starts the job calls it."""
         if self._out is None:
             return None
         make_folder(self._out / FOLDER, "out")

@@ -187,13 +187,7 @@ class Run:
         data = self._checkpoints.newest()
         client.wait_for_devices(self._cluster.size, MEET_TIMEOUT_S)
         devices = sorted(one.device.device_id for one in client.status().devices if one.state == "alive")
-        buffer = ""
-        if data is not None:
-            buffer = client.staging_name()
-            for device_id in devices:
-                device = client.device(device_id)
-                device.allocate(buffer, len(data))
-                device.write(buffer, data)
+        buffer = "" if data is None else client.stage(data, devices)
         client.start_job(self.settings.to_json(), devices, buffer)
 
     def _train(

@@ -170,11 +170,7 @@ class JobFollower:
         if resume is not None:
             data = resume.read_bytes()
             resumed = deserialize(data, resume)[1]
-            buffer = cluster.staging_name()
-            for device_id in self._devices:
-                device = cluster.device(device_id)
-                device.allocate(buffer, len(data))
-                device.write(buffer, data)
+            buffer = cluster.stage(data, self._devices)
         self._record(resumed)
         try:
             # A device finds the job's code on its own machine: no path of this one is sent.
