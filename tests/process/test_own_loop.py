@@ -118,7 +118,16 @@ def test_a_process_that_is_started_again_joins_and_finishes_with_the_others(tmp_
 def test_a_run_resumes_from_its_checkpoint_to_the_bit(launcher: list[str], tmp_path: Path) -> None:
     alone = printed(write_loop(tmp_path, epochs=4))
     options: dict[str, Any] = {"out": str(tmp_path / "run"), "resume": "auto", "epochs": 4}
-    stopping = write_loop(tmp_path, "if step.number == 8: os._exit(3)", **options)
+    stopping = write_loop(
+        tmp_path,
+        # A checkpoint is written beside training: the processes end when that of step 6 is there.
+        """if step.number == 8:
+        deadline = time.monotonic() + 60.0
+        written = Path(options["out"]) / "checkpoints" / "step-00000006.safetensors"
+        while not written.exists() and time.monotonic() < deadline: time.sleep(0.01)
+        os._exit(3)""",
+        **options,
+    )
     failed = subprocess.run([sys.executable, "-m", *launcher, stopping], capture_output=True, text=True, timeout=400)
     assert failed.returncode != 0, failed.stdout
     names = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
