@@ -14,8 +14,8 @@ help: ## List the targets
 install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing changed
 	@:
 
-train: install ## Train the MNIST model on 4 devices
-	@$(BIN)/hoop train mnist --devices 4
+train: install ## Train the MNIST model on this machine's cores
+	@$(BIN)/hoop train mnist
 
 test: install ## What a change must pass: format, lint, types and the tests
 	@$(BIN)/python -m pytest $(PARALLEL)

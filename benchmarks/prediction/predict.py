@@ -24,11 +24,12 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.config import format_size
-from hoop.engine.cost_probe import available_cores, measure_memory
+from hoop.engine.cost_probe import measure_memory
 from hoop.errors import HoopError
 from hoop.lab.bench.contest import Contest
 from hoop.lab.bench.links import link_seconds, run_in_parallel
 from hoop.report.tables import Column, Table
+from hoop.resources import available_cores
 from hoop.runs.job_lookup import job_named, resolved
 from hoop.runs.training import Launch, Training
 from hoop.simulate.cluster import Cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 
 from hoop.data.sampler import SampleOrder
 
-BATCH, SAMPLES, EPOCHS = 256, 60_000, 4
+BATCH, SAMPLES, EPOCHS = 256, 60_000, int(os.environ.get("HOOP_BENCH_EPOCHS", "4"))
 STEPS_AN_EPOCH = SampleOrder(0, SAMPLES).steps(BATCH)
 STEPS = EPOCHS * STEPS_AN_EPOCH
 Found = TypeVar("Found")

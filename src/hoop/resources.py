@@ -23,6 +23,11 @@ SPARE = 0.1
 """Fraction of the available memory that stays free for other processes."""
 
 
+def available_cores() -> int:
+    """The number of cores that this process may use: the affinity of its main thread."""
+    return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Resources of one device's process, without its arena."""

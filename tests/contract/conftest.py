@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 from ranks import URIS, Ranks, endpoints_of
 
+from hoop.native import build
 from hoop.transport import Endpoint, Transport, open_transport
+
+library, sources = build.HERE / build.LIBRARY, [build.HERE / name for name in build.SOURCES]
+if not library.exists() or library.stat().st_mtime < max(one.stat().st_mtime for one in sources):
+    with contextlib.suppress(build.BuildError):  # without a compiler the tests of the native core are skipped
+        build.build()
 
 
 @pytest.fixture(params=sorted(URIS))

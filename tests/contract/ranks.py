@@ -10,8 +10,9 @@ A failed run closes the communicators; ``next_generation`` creates new ones.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TypeVar
@@ -28,7 +29,9 @@ URIS = {
 }
 LOOPBACKS = ("127.0.0.1", "127.0.1", "127.1")
 """Three names of one address; a hybrid transport takes them for three hosts."""
-SHARED_MEMORY = ("shm",)
+NUMPY = "shm-numpy"
+"""Shared memory without the native core: for ``Ranks`` it is one more transport."""
+SHARED_MEMORY = ("shm", NUMPY)
 """Transports over shared memory, for which the catalog has additional algorithms."""
 COMMUNICATOR = 7
 LONG_S = 60.0
@@ -37,6 +40,19 @@ PROMPT_S = 10.0
 """Well below LONG_S: a call that returns within it was woken and did not run into its deadline."""
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def native_core(wanted: bool) -> Iterator[None]:
+    """Endpoints made in this block use the native core, if it is built, or do not use it."""
+    before = os.environ.get("HOOP_NATIVE")
+    os.environ["HOOP_NATIVE"] = "1" if wanted else "0"
+    try:
+        yield
+    finally:
+        del os.environ["HOOP_NATIVE"]
+        if before is not None:
+            os.environ["HOOP_NATIVE"] = before
 
 
 def deadline_in(seconds: float = LONG_S) -> float:
@@ -51,6 +67,8 @@ def endpoints_of(transports: list[Transport], communicator: int = COMMUNICATOR, 
 
 def uri_of(scheme: str, rank: int, hosts: Sequence[int] = ()) -> str:
     """Where a rank listens. Only hybrid has several hosts; without ``hosts`` ranks alternate between the first two."""
+    if scheme == NUMPY:
+        return URIS["shm"]
     host = LOOPBACKS[hosts[rank] if hosts else rank % 2]
     return URIS[scheme].replace(LOOPBACKS[0], host) if scheme == "hybrid" else URIS[scheme]
 
@@ -78,9 +96,10 @@ class Ranks:
         self.close_communicators()
         self.broken = False
         self._generation += 1
-        self.communicators = [
-            Communicator(endpoint) for endpoint in endpoints_of(self.transports, generation=self._generation)
-        ]
+        with native_core(self.scheme != NUMPY):
+            self.communicators = [
+                Communicator(endpoint) for endpoint in endpoints_of(self.transports, generation=self._generation)
+            ]
         for future in self.start(_connect_to_peers):
             future.result(LONG_S)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ranks import LONG_S, SHARED_MEMORY, URIS, Ranks
+from ranks import LONG_S, NUMPY, SHARED_MEMORY, URIS, Ranks
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import CATALOG, Operation
@@ -24,7 +24,7 @@ from hoop.memory.dtypes import DTYPES, DType
 def is_slow(params: Mapping[str, Any]) -> bool:
     """test_hierarchical covers hybrid, and inproc runs every size."""
     scheme, size = params.get("ranks", ("", 0))
-    return scheme == "hybrid" or (scheme in ("tcp", "shm") and size in (1, 4, 5))
+    return scheme == "hybrid" or (scheme in ("tcp", *SHARED_MEMORY) and size in (1, 4, 5))
 
 
 pytestmark = pytest.mark.slow_if(when=is_slow)
@@ -49,7 +49,7 @@ def over_transports(schemes: Iterable[str], *sizes: int) -> pytest.MarkDecorator
     return pytest.mark.parametrize("ranks", params, indirect=True)
 
 
-over_every_transport = over_transports(sorted(URIS), *SIZES)
+over_every_transport = over_transports(sorted([*URIS, NUMPY]), *SIZES)
 over_every_transport_at_3 = over_transports(sorted(URIS), 3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import pytest
 from exchange import receive, send_and_flush
 from ranks import COMMUNICATOR, LONG_S, Ranks, deadline_in, endpoints_of
 
+import hoop.transport.tcp_endpoint
 import hoop.transport.tcp_listener
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
@@ -21,7 +23,7 @@ from hoop.topology import Address
 from hoop.transport import Endpoint
 from hoop.transport.fault_injection import FaultyLinks
 from hoop.transport.registry import SCHEMES
-from hoop.transport.tcp_endpoint import MAX_RETRANSMITS
+from hoop.transport.tcp_endpoint import MAX_RETRANSMITS, TcpEndpoint
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES
 
@@ -144,11 +146,46 @@ def test_a_large_message_is_retransmitted_after_its_buffer_was_overwritten(
     assert one.messages_retransmitted == 1
 
 
+@pytest.fixture
+def long_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closing endpoint waits for a receiver that gets no processor time for a while."""
+    monkeypatch.setattr(hoop.transport.tcp_endpoint, "LINGER_S", LONG_S)
+
+
+@pytest.mark.usefixtures("long_linger")
 def test_close_retransmits_a_corrupted_last_message(pair: tuple[Endpoint, Endpoint], flipper: BitFlipper) -> None:
     zero, one = pair
     send_and_check(pair, [b"the first"])
     flipper.offsets = [HEADER_BYTES + 3]
     send_and_flush(one, 0, b"the last")
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(receive, zero, 1, 8)
+        one.close()
+        assert received.result(LONG_S) == b"the last"
+
+
+@pytest.mark.usefixtures("long_linger")
+def test_close_retransmits_while_the_listener_handles_replies(
+    pair: tuple[Endpoint, Endpoint], flipper: BitFlipper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``close`` once took the listener's thread for one that waits in a collective, and did not wait for the
+    acknowledgement."""
+    zero, one = pair
+    assert isinstance(one, TcpEndpoint)
+    send_and_check(pair, [b"the first"])
+    flipper.offsets = [HEADER_BYTES + 3]
+    send_and_flush(one, 0, b"the last")
+    handling, go_on = threading.Event(), threading.Event()
+    handle_replies = one._handle_replies
+
+    def handle_slowly() -> float:
+        handling.set()
+        assert go_on.wait(LONG_S)
+        return handle_replies()
+
+    monkeypatch.setattr(one, "_handle_replies", handle_slowly)
+    monkeypatch.setattr(one, "_on_close", lambda endpoint: threading.Timer(0.1, go_on.set).start())
+    assert handling.wait(LONG_S), "the listener's thread did not read the replies"
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(receive, zero, 1, 8)
         one.close()

@@ -34,6 +34,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer
 from hoop.job_events import JobEvent, SnapshotTaken
 from hoop.memory import Arena
+from hoop.plan.instructions import OTHER
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
 from hoop.transport.shm_listener import ShmTransport
@@ -69,7 +70,7 @@ class Outcome:
     def executed(self) -> list[str]:
         """The instructions that the rank executed, in order, as far as they were traced."""
         spans = self.account["spans"]
-        return [name for name, category, _, _ in spans if name != "wait" and category != "recv"]
+        return [name for name, category, _, _ in spans if name != "wait" and category not in ("recv", OTHER)]
 
 
 @cache

@@ -6,6 +6,8 @@ import pytest
 from forked_ranks import checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, alone, settings
 
+from hoop.cli.dashboard import simulated
+from hoop.dashboard.simulator import Question
 from hoop.runs.prediction import measured_job_costs, predicted_step_seconds
 
 pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "tcp")  # shm is there
@@ -30,6 +32,26 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
     assert with_replicas is not None
     assert without_replicas is not None
     assert with_replicas > without_replicas if strategy != "data" else with_replicas == without_replicas
+
+
+def test_the_dashboards_simulator_answers_from_the_costs_that_a_job_has_measured() -> None:
+    job_settings = settings("data")
+    outcomes = train("shm", 2, job_settings, JOBS["mlp"])
+    (started,) = [event for one in outcomes for event in one.of("started")]
+    text = job_settings.to_json()
+    for strategy, devices, per_host in (("data", 4, 2), ("pipeline:1f1b", 2, 1), ("ps:asp", 3, 3)):
+        answer = simulated(started["costs"], text, Question(1, strategy, devices, per_host, "1Gbps,0.5ms"))
+        assert answer.problem == ""
+        assert answer.step_seconds > 0
+        assert len(answer.shares) == devices
+        assert all(sum(shares) <= 1.01 * answer.step_seconds for shares in answer.shares)
+    slow, fast = (
+        simulated(started["costs"], text, Question(1, "data", 4, 1, link)).step_seconds
+        for link in ("100Mbps,10ms", "100Gbps,0.01ms")
+    )
+    assert slow > fast
+    huge = simulated(started["costs"], text, Question(1, "ring:async", 256, 8, "1Gbps,0.5ms"))
+    assert "choose fewer devices" in huge.problem
 
 
 KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -39,13 +39,13 @@ ROOT_MODULES = {
 TABLE = """
     root
     memory          root
+    native          root
     wire            root
-    transport       root memory wire
-    collectives     root memory transport
+    transport       root memory native wire
+    collectives     root memory native transport
     plan            root
     membership      root wire plan
     client          root memory wire collectives
-    dashboard       root wire client
     schedulers      root
     models          root
     data            root
@@ -53,9 +53,10 @@ TABLE = """
     servers         root memory wire transport collectives membership strategies
     engine          root memory transport collectives membership models data plan strategies
     simulate        root membership plan strategies collectives
+    dashboard       root wire client plan strategies
     report          root plan
     launch          root memory wire membership servers
-    runs            root memory wire membership client schedulers servers data plan strategies engine simulate report launch
+    runs            root memory native wire membership client schedulers servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
     horovod         root schedulers launch torch_backend
     elastic         root collectives wire membership client schedulers servers data engine launch runs

@@ -1,4 +1,4 @@
-"""Every benchmark of training, trainers, prediction and recovery still starts; people run them by hand."""
+"""Every benchmark of training, trainers, prediction, recovery and the dashboard starts; people run them by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path
-    for theme in ("training", "trainers", "prediction", "recovery")
+    for theme in ("training", "trainers", "prediction", "recovery", "clusters", "dashboard", "native")
     for path in (ROOT / "benchmarks" / theme).glob("*.py")
     if "__main__" in path.read_text()
 )

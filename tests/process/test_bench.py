@@ -1,11 +1,10 @@
-"""``hoop bench``: the figures of each row, the algorithm that ran (selected or forced), the plot, invalid options."""
+"""``hoop bench``: the figures of each row, the algorithm that ran (selected or forced), the page, invalid options."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
-from xml.etree import ElementTree
 
 import preloaded
 import pytest
@@ -33,15 +32,24 @@ def test_rows_name_the_algorithm_that_ran(tmp_path: Path) -> None:
 
 
 def test_an_algorithm_can_be_forced_and_plotted(tmp_path: Path) -> None:
-    plot = tmp_path / "plot.svg"
+    pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[dashboard]'")
+    from page_charts import assert_offline, charts_in
+
+    plot = tmp_path / "plot.html"
     done = bench("--contenders", "shm,tcp", "--sizes", "4,4KiB", "--algorithm", "ring", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("| 2 |")]
     assert len(lines) == 4
     assert all(line.endswith("| ring |") for line in lines), done.stdout
-    svg = ElementTree.fromstring(plot.read_text())
-    labels = {"".join(element.itertext()) for element in svg.iter() if element.tag.endswith("text")}
-    assert {"us, 2 ranks", "shm", "tcp", "bytes"} <= labels
+    page = plot.read_text()
+    assert_offline(page)
+    times, widths = charts_in(page)
+    assert (times.labels, widths.labels) == ((None, "time (us)"), ("bytes", "busbw (GB/s)"))
+    printed = {tuple(line.split(" | ")[1:3]): float(line.split(" | ")[3]) for line in lines}
+    for contender in ("shm", "tcp"):
+        drawn = times.columns(contender)
+        assert drawn["x"] == widths.columns(contender)["x"] == [4.0, 4096.0]
+        assert drawn["y"] == pytest.approx([printed["4 B", contender], printed["4 KiB", contender]], abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +59,11 @@ def test_an_algorithm_can_be_forced_and_plotted(tmp_path: Path) -> None:
         (["--algorithm", "direct", "--contenders", "shm"], "algorithm: shm cannot run direct"),
         (["--contenders", "nccl"], "contender: 'nccl' is unknown; known: arena, "),
         (["--sizes", "7"], "size: 7 bytes are not whole float32 elements"),
-        (["--plot", "plot.png"], "--plot: 'plot.png': the plot is an SVG file; name it plot.svg"),
-        (["--plot", "/no/such/plot.svg"], "--plot: there is no folder /no/such; make it first"),
+        (
+            ["--plot", "plot.svg"],
+            "--plot: 'plot.svg': it is an HTML page, whose charts can be saved",
+        ),
+        (["--plot", "/no/such/plot.html"], "--plot: there is no folder /no/such; make it first"),
         (["--ranks", "0"], "--ranks: '0' is not a number of ranks"),
     ],
 )

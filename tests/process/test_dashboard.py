@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -29,8 +30,10 @@ from bokeh.util.token import get_session_id
 from tornado.ioloop import IOLoop
 
 import hoop
+from hoop.dashboard.cluster_tab import traffic
 from hoop.dashboard.server import DashboardConfig, DashboardServer
-from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView
+from hoop.dashboard.tracer import Tracer
+from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView, with_status
 
 if TYPE_CHECKING:
     from background import Running
@@ -80,6 +83,27 @@ def upgrade(url: str, token: str, **headers: str) -> int:
         "Sec-WebSocket-Protocol": f"bokeh, {token}",
     }
     return get(f"{url}/ws", **asked, **headers)[0]
+
+
+def first_frame(url: str, token: str, **headers: str) -> int:
+    """The first byte of the first frame on an accepted websocket: 0x81 is a message, 0x88 closes it; 0: its end."""
+    place = urllib.parse.urlsplit(f"{url}/ws")
+    lines = [
+        f"GET {place.path} HTTP/1.1",
+        f"Host: {place.netloc}",
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+        f"Sec-WebSocket-Protocol: bokeh, {token}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    with socket.create_connection((place.hostname, place.port), WITHIN_S) as sock:
+        sock.sendall("\r\n".join([*lines, "", ""]).encode())
+        with sock.makefile("rb") as answer:
+            while answer.readline() not in (b"\r\n", b""):
+                pass
+            return int.from_bytes(answer.read(1), "big")
 
 
 def document_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Document:
@@ -211,6 +235,115 @@ def test_the_page_says_that_the_coordinator_does_not_answer_and_goes_on_when_it_
     wait_for(url, monkeypatch, lambda document: "does not answer" not in headline(document))
 
 
+def column(document: Document, source: str, name: str) -> list[Any]:
+    """A column of one of the page's data sources."""
+    found: Any = document.get_model_by_name(source)
+    return list(found.data[name])
+
+
+def test_the_page_shows_each_devices_time_shards_and_bytes_while_a_job_trains(
+    start: Start, connect: Callable[..., hoop.Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = start("up", "--devices", 2, "--memory", "64MiB", "--dashboard", 0)
+    assert up.first_line
+    url = up.line().removeprefix("dashboard ")
+    job = start("train", "mnist", "-c", up.address, "--epochs", 100_000, "--json", "--shards", 6)
+    found = wait_for(url, monkeypatch, lambda document: len(column(document, "work", "device")) == 2)
+    assert column(found, "work", "device") == ["device 1 (rank 0)", "device 2 (rank 1)"]
+    assert all(one > 0 for one in column(found, "work", "forward"))
+    assert all(one > 0 for one in column(found, "work", "backward"))
+    shards = [one for text in column(found, "workers", "shards") for one in shard_numbers(text)]
+    assert sorted(shards) == list(range(6)), "every shard is computed by one device"
+    assert any(not rate.startswith("0 B") for rate in column(found, "traffic", "rate"))
+    assert "0F0" in column(found, "plan", "text")
+    trace = Tracer(lambda: connect(up.address))
+    trace.ask(1, [1, 2])
+    deadline = time.monotonic() + WITHIN_S
+    while trace.busy and time.monotonic() < deadline:
+        trace.close()
+    assert not trace.trace.problem
+    assert {(one.device, one.rank) for one in trace.trace.spans} == {(1, 0), (2, 1)}
+    assert {"forward", "backward", "reduce", "update"} <= {one.category for one in trace.trace.spans}
+    job.signal(signal.SIGTERM)
+    job.wait(WITHIN_S)
+
+
+def shard_numbers(text: str) -> list[int]:
+    """The numbers of a text like ``0-3, 8``; none of ``none``."""
+    pairs = [one.partition("-") for one in text.split(", ") if one != "none"]
+    return [number for low, _, high in pairs for number in range(int(low), int(high or low) + 1)]
+
+
+def test_links_over_tcp_have_their_bytes(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
+    coordinator = start("coordinator")
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        # With an advertised address a device shares no memory with others.
+        data = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}")
+        assert start("device", "--join", coordinator.address, "--memory", "64MiB", *data).first_line
+    job = start("train", "mnist", "-c", coordinator.address, "--epochs", 100_000, "--json")
+    cluster = connect(coordinator.address)
+    deadline = time.monotonic() + WITHIN_S
+    view = ClusterView()
+    while len(found := traffic(view)) < 2:
+        assert time.monotonic() < deadline, "no link with bytes"
+        view = with_status(view, cluster.status(), time.monotonic())
+    assert {(one.device, one.peer) for one in found} == {(1, 2), (2, 1)}
+    assert all(one.sent > 1000 for one in found)
+    job.signal(signal.SIGTERM)
+    job.wait(WITHIN_S)
+
+
+def test_hoop_train_shows_its_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start("train", "mnist", "--devices", 2, "--epochs", 100_000, "--json", "--dashboard", 0)
+    deadline = time.monotonic() + WITHIN_S
+    while not (found := re.findall(r"^dashboard (\S+)$", run.errors, re.MULTILINE)):
+        assert time.monotonic() < deadline, run.errors
+        time.sleep(0.05)
+    wait_for(found[0], monkeypatch, lambda document: set(states(document).values()) == {"training"})
+    run.signal(signal.SIGTERM)
+    assert run.wait(WITHIN_S) == 143
+    with pytest.raises(ConnectionRefusedError):
+        get(found[0])
+
+
+def test_actions_need_an_administrators_login(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = start("up", "--devices", 1, "--memory", "4MiB")
+    dashboard = start("dashboard", "-c", up.address, "--port", 0, "--actions", "--json")
+    shown = json.loads(dashboard.first_line)
+    url, admin = shown["dashboard"], shown["admin"]
+    assert get(url)[0] == 302, "a login is needed on loopback too"
+    jar = http.cookiejar.CookieJar()
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
+
+    def log_in(secret: str) -> str:
+        """The cookie of a login with this text."""
+        jar.clear()
+        form = opener.open(f"{url}/login", timeout=WITHIN_S).read().decode()
+        (xsrf,) = re.findall(r'name="_xsrf" value="([^"]+)"', form)
+        data = urllib.parse.urlencode({"token": secret, "_xsrf": xsrf}).encode()
+        opener.open(f"{url}/login", data, timeout=WITHIN_S).close()
+        (cookie,) = [one for one in jar if one.name == "hoop_dashboard"]
+        return f"{cookie.name}={cookie.value}"
+
+    client = log_in(shown["password"])
+    assert get(url, Cookie=client)[0] == 200
+    assert get(admin, Cookie=client)[0] == 302, "this password only shows"
+    page_token = token_of(get(url, Cookie=client)[2])
+    assert upgrade(admin, page_token, Origin=url, Cookie=client) == 403
+    administrator = log_in(shown["admin_password"])
+    status, _, page = get(admin, Cookie=administrator)
+    assert status == 200
+    page_token = token_of(page)
+    assert upgrade(admin, page_token, Origin=url, Cookie=administrator) == 101
+    assert upgrade(admin, page_token, Origin="http://evil.example", Cookie=administrator) == 403
+    assert upgrade(admin, page_token, Origin=url) == 403
+    assert first_frame(admin, page_token, Origin=url, Cookie=administrator) == 0x81
+    forged = first_frame(admin, f"{page_token[:-8]}AAAAAAAA", Origin=url, Cookie=administrator)
+    assert forged in (0, 0x88), "Bokeh closes a websocket whose token is not of a page from here"
+
+
 def test_without_bokeh_the_command_names_the_remedy(run_hoop: Callable[..., Any], tmp_path: Path, up: Running) -> None:
     (tmp_path / "bokeh.py").write_text("raise ModuleNotFoundError(\"No module named 'bokeh'\", name='bokeh')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -300,4 +433,46 @@ def test_a_browser_shows_a_killed_device_and_all_tabs(
     for tab, text in (("Job", "No job"), ("Timeline", "is dead"), ("Events", "device_dead")):
         page.get_by_role("button", name=tab).click()
         page.get_by_text(text).first.wait_for(timeout=1e3 * WITHIN_S)
+    assert problems == []
+
+
+def test_a_browser_shows_a_job_that_survives_a_kill_its_plan_a_trace_and_the_simulator(
+    browser: Any, start: Start, connect: Callable[..., hoop.Cluster], screenshots: Path
+) -> None:
+    up = start("up", *UP, "--dashboard", 0)
+    assert up.first_line
+    url = up.line().removeprefix("dashboard ")
+    start("train", "mnist", "-c", up.address, "--epochs", 100_000, "--json")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(1e3 * WITHIN_S)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(url)
+    page.get_by_text("3 devices on 1 host: 3 training.").wait_for()
+
+    def show(tab: str) -> None:
+        page.get_by_role("button", name=tab, exact=True).click()
+
+    show("Job")
+    page.get_by_text("A step takes").wait_for()
+    page.wait_for_function("Bokeh.documents[0].get_model_by_name('work').data.device.length == 3")
+    os.kill(connect(up.address).status().devices[2].device.pid, signal.SIGKILL)
+    page.get_by_text("1 recovery").wait_for()
+    done = int(re.findall(r"Step (\d+)", page.get_by_text("Step ").first.inner_text())[0])
+    page.wait_for_function(
+        "done => Bokeh.documents[0].get_model_by_name('loss').data.x.some(step => step > done + 5)", arg=done
+    )
+    page.screenshot(path=screenshots / "dashboard-job.png", full_page=True)
+    show("Plan")
+    page.get_by_text("on 2 devices").wait_for()
+    show("Timeline")
+    page.get_by_role("button", name="Trace the next steps").click()
+    page.get_by_text("instructions on 2 devices").wait_for()
+    page.screenshot(path=screenshots / "dashboard-timeline.png", full_page=True)
+    show("Simulator")
+    page.get_by_label("Strategy").select_option("pipeline:1f1b")
+    page.get_by_role("button", name="Simulate", exact=True).click()
+    page.get_by_text("pipeline:1f1b on 8 devices, 4 a host, 1 Gbit/s, 0.5 ms: a step takes").wait_for()
+    page.screenshot(path=screenshots / "dashboard-simulator.png", full_page=True)
     assert problems == []

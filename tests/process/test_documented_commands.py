@@ -42,6 +42,7 @@ REPRESENTATIVE = ("docs/simulator.md", "hoop calibrate")
 RUN_BY_OTHER_TESTS = {
     "bench": "tests/process/test_bench.py",
     "dashboard": "tests/process/test_dashboard.py",
+    "demo": "tests/process/test_demo.py",
     "drain": "tests/process/test_drain.py",
     "chaos": "tests/process/test_signals.py",  # until a signal; to its end it takes minutes, in the slow tests
     "doctor": "tests/process/test_networks.py",
@@ -127,6 +128,7 @@ TABLE = (
     Rule(r": hoop device\b", How.SERVE, "--memory 64MiB"),
     Rule(r": hoop events .*--follow", How.FOLLOW),
     Rule(r": hoop dashboard\b", How.FOLLOW, "--port 0"),
+    Rule(r": hoop demo\b", How.NOT, why="opens a browser and takes minutes; tests/process/test_demo.py runs it"),
     # Small where they are long.
     Rule(r": hoop train --list"),
     Rule(r": hoop train .*--coordinator HOST:PORT", add=f"{SHORT} --devices 1", slow=True),

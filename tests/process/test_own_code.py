@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 DRIVER = Path(__file__).with_name("own_code_driver.py")
@@ -21,7 +21,7 @@ RUNS = [
 
 def trained(example: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(DRIVER), example, json.dumps(RUNS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "own_code"
@@ -30,7 +30,7 @@ LINE = re.compile(r"(\d+) steps, loss ([\d.]+), weights ([0-9a-f]{16})")
 
 def printed(*command: str) -> list[tuple[str, ...]]:
     """Steps, loss and weights that each rank has printed."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400)
+    done = preloaded.run([sys.executable, *command], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return found_in(done.stdout)
 
@@ -40,9 +40,9 @@ def found_in(text: str) -> list[tuple[str, ...]]:
 
 
 def run_module(*command: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=400)
+    done = preloaded.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def run_hoop(*arguments: str) -> str:
@@ -128,7 +128,7 @@ def test_a_run_resumes_from_its_checkpoint_to_the_bit(launcher: list[str], tmp_p
         os._exit(3)""",
         **options,
     )
-    failed = subprocess.run([sys.executable, "-m", *launcher, stopping], capture_output=True, text=True, timeout=400)
+    failed = preloaded.run([sys.executable, "-m", *launcher, stopping], capture_output=True, text=True, timeout=400)
     assert failed.returncode != 0, failed.stdout
     names = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
     assert "step-00000006.safetensors" in names
@@ -140,7 +140,7 @@ def test_a_run_resumes_from_its_checkpoint_to_the_bit(launcher: list[str], tmp_p
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     script = write_loop(tmp_path, out=str(tmp_path / "run"), epochs=1)
     printed(script)
-    again = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=400)
+    again = preloaded.run([sys.executable, script], capture_output=True, text=True, timeout=400)
     assert again.returncode == 1
     assert "holds a run; go on with it by resume=True, or name another" in again.stderr
 
@@ -186,6 +186,6 @@ def test_a_mistake_in_the_loop_is_named(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     right = "step.backward(F.cross_entropy(model(x), y), weight=len(y))"
     script.write_text((EXAMPLES / "own_loop.py").read_text().replace(right, "F.cross_entropy(model(x), y)"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400)
+    done = preloaded.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "step 0: no backward for a shard; call step.backward(loss, weight=…)" in done.stderr

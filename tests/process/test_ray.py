@@ -173,3 +173,17 @@ def test_a_program_outside_of_the_cluster_is_refused() -> None:
     done = hoop_train(JOB, "--on", "ray", "-n", "2", "--ray-address", "ray://127.0.0.1:1")
     assert done.returncode == 2, done.stderr
     assert "ray job submit" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pip install 'ray[train]'")
+def test_ray_train_with_hoop_as_its_backend(nodes: Nodes, tmp_path: Path) -> None:
+    example = FOLDER.parents[1] / "examples" / "ray" / "torch_trainer.py"
+    options = ["--address", nodes.address, "--epochs", "3", "--storage", str(tmp_path / "ray")]
+    with running([sys.executable, str(example), *options]) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+    last = output.splitlines()[-1]
+    assert last.endswith("2 workers, backend hoop"), output
+    assert float(last.split()[1].rstrip("%")) > 90
+    assert list((tmp_path / "ray").rglob("model.pt"))

@@ -1,4 +1,4 @@
-"""``report.html`` of a real run with a fault, and ``hoop report``."""
+"""``report.html`` of a real run with a fault, ``hoop report``, and commands whose page needs Bokeh, without it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_run_with_a_killed_device_has_a_report_with_the_recovery_and_the_hash(
     assert re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)\s*=", page) == [], "it loads something"
 
     # The folder as a run that was killed leaves it.
-    for name in ("report.html", "result.json", "trace.json", "curve.svg", "timeline.svg"):
+    for name in ("report.html", "result.json", "trace.json"):
         (out / name).unlink()
     other = tmp_path / "other.html"
     made = hoop("report", out, "--output", other, "--json")
@@ -101,3 +101,50 @@ def test_without_bokeh_a_run_has_no_report_and_the_command_says_how_to_get_it(tm
     done = without_bokeh(tmp_path, "report", out)
     assert done.returncode == 2
     assert "pip install 'hoop[dashboard]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed", "written"),
+    [
+        (
+            ("simulate", "mnist", "-n", 2, "--out", "out"),
+            "| data     |",
+            {"report.json", "report-1.csv", "report.md", "charts.json", "trace-data.json"},
+        ),
+        (
+            ("plan", "mnist", "-n", 2, "--batch-size", 64, "--out", "out"),
+            "the fastest that is exactly SGD",
+            {"report.json", "report-1.csv", "report-2.csv", "report.md", "charts.json"},
+        ),
+        (
+            [
+                "bench",
+                "--ranks",
+                "2",
+                "--seconds",
+                "10ms",
+                "--contenders",
+                "shm",
+                "--sizes",
+                "4",
+                "--plot",
+                "page.html",
+            ],
+            "| 2 | 4 B | shm |",
+            set(),
+        ),
+    ],
+    ids=["simulate", "plan", "bench"],
+)
+def test_without_bokeh_tables_and_json_are_there_and_the_page_is_explained_once(
+    tmp_path: Path, arguments: tuple[object, ...], printed: str, written: set[str]
+) -> None:
+    done = without_bokeh(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout
+    assert done.stderr.count("pip install 'hoop[dashboard]'") == 1
+    assert "hoop:" not in done.stderr, "it is no error"
+    assert {path.name for path in tmp_path.glob("out/*")} == written
+    assert not list(tmp_path.rglob("*.html"))
+    if written:
+        assert json.loads((tmp_path / "out" / "report.json").read_text())["tables"][0]["rows"]

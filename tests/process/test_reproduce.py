@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,9 +56,16 @@ def test_a_complete_study(run_hoop: Run, tmp_path: Path) -> None:
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     with (tmp_path / "report-1.csv").open() as file:
         assert [row["claim"] for row in csv.DictReader(file)] == [row["claim"] for row in tables["Claims"]]
-    html = (tmp_path / "report.html").read_text()
-    assert html.count("<svg") == 3
-    assert not re.search(r"(src|href)=\"http", html), "the report refers to other files"
+    charts = {chart["name"]: chart for chart in json.loads((tmp_path / "charts.json").read_text())}
+    assert set(charts) == {"speed-up", "times", "simulated"}
+    if importlib.util.find_spec("bokeh") is not None:
+        from page_charts import assert_offline, charts_in
+
+        page = (tmp_path / "report.html").read_text()
+        assert_offline(page)
+        for shown, chart in zip(charts_in(page), charts.values(), strict=True):
+            for line in chart["panels"][0]["lines"]:
+                assert shown.columns(line["name"])["y"] == pytest.approx(line["y"])
     assert "measured" in (tmp_path / "report.md").read_text()
     assert "784 pixels" in completed.stderr, "no progress was shown"
 

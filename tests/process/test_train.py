@@ -82,13 +82,11 @@ def test_a_run_is_saved_evaluated_and_exported(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} - {"report.html"} == {  # which needs Bokeh: test_report.py
         "checkpoints",
         "config.json",
-        "curve.svg",
         "events.jsonl",
         "ledger.jsonl",
         "metrics.jsonl",
         "result.json",
         "tensorboard",
-        "timeline.svg",
         "trace.json",
     }
     assert json.loads((out / "result.json").read_text())["weights_sha256"] == trained["weights_sha256"]

@@ -133,7 +133,7 @@ def test_without_test_data_metrics_are_named_train(tmp_path: Path) -> None:
     assert untested["repr"].startswith("<training accuracy ")
     assert tested["repr"].startswith("<accuracy ")
     assert untested["weights_sha256"] == tested["weights_sha256"]
-    for name in ("metrics.jsonl", "result.json", "curve.svg"):
+    for name in ("metrics.jsonl", "result.json", "trace.json"):
         assert ">test<" not in (tmp_path / "a" / name).read_text()
         assert "test_accuracy" not in (tmp_path / "a" / name).read_text()
     assert '"train_accuracy"' in (tmp_path / "a" / "metrics.jsonl").read_text()

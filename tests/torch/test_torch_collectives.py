@@ -66,6 +66,46 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, case: Any) -> Non
 # ---- reductions
 
 
+def repeated_sums(rank: int, size: int) -> None:
+    """The second sum of a shape goes to the native core at once; what only looks like it goes the ordinary way."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in (1, 7, 5000, 300_000):
+            expected = reduced(SUM, dtype, size, (count,))
+            for repeat in range(3):
+                tensor = vector(rank, dtype, (count,))
+                dist.all_reduce(tensor)
+                assert_close(tensor, expected, (dtype, count, repeat))
+            largest = vector(rank, dtype, (count,))
+            dist.all_reduce(largest, MAX)
+            assert_close(largest, reduced(MAX, dtype, size, (count,)), ("max", dtype, count))
+            strided = vector(rank, dtype, (count,)).repeat_interleave(2)[::2]
+            dist.all_reduce(strided)
+            assert_close(strided, expected, ("strided", dtype, count))
+            work = dist.all_reduce(later := vector(rank, dtype, (count,)), async_op=True)
+            work.wait()
+            assert_close(later, expected, ("asynchronous", dtype, count))
+
+
+def test_repeated_sums(run_ranks: RunRanks) -> None:
+    run_ranks(2, repeated_sums, 2)
+
+
+def mismatched_repeated_sums(rank: int) -> str:
+    for count in (3, 4):
+        for _ in range(2):
+            dist.all_reduce(torch.ones(count))
+    try:
+        dist.all_reduce(torch.ones(3 + rank))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_repeated_sums_are_compared(run_ranks: RunRanks) -> None:
+    for text in run_ranks(2, mismatched_repeated_sums):
+        assert "rank 0: all_reduce sum of 3 float32; rank 1: all_reduce sum of 4 float32" in text
+
+
 def reductions(rank: int, size: int) -> None:
     for dtype, op in cases():
         case = (dtype, op)

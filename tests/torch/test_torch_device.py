@@ -332,7 +332,7 @@ def killed_before_a_meeting(rank: int) -> str:
     group: Any = dist.group.WORLD
     ((_, route),) = group._routes._by_type.values()
     if rank == 1:
-        route._memory.signal_and_wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        route._device_links._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as raised:
         sum_without_end()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

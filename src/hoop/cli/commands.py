@@ -27,6 +27,7 @@ COMMANDS = (
     "status",
     "events",
     "dashboard",
+    "demo",
     "doctor",
     "token",
     "certs",
@@ -38,6 +39,24 @@ COMMANDS = (
     "reproduce",
 )
 """In the order of ``hoop --help``. Each is the function of this name in the module of this name."""
+
+
+DASHBOARD_PORT = "8787"
+
+
+def with_default_port(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with the usual port after a ``--dashboard`` of ``hoop train`` or ``hoop up`` that has none.
+
+    Typer has no options whose value may be missing.
+    """
+    found = list(arguments)
+    if found[:1] not in (["train"], ["up"]):
+        return found
+    for at in range(len(found) - 1, 0, -1):
+        following = found[at + 1] if at + 1 < len(found) else ""
+        if found[at] == "--dashboard" and not following.removeprefix("-").isdecimal():
+            found.insert(at + 1, DASHBOARD_PORT)
+    return found
 
 
 def _version(wanted: bool) -> None:

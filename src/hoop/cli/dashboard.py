@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ from hoop.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     from hoop.client.cluster import Cluster
+    from hoop.dashboard.document import PageTools
+    from hoop.dashboard.simulator import Answer, Question
 
 CALL_S = 5.0
 """Time limit of the feed's calls: a coordinator that does not answer is shown soon."""
@@ -25,6 +28,14 @@ def dashboard(
     port: options.Port = 8787,
     login: Annotated[
         bool, typer.Option("--login", help="Ask for the login on loopback too; beyond loopback it always is.")
+    ] = False,
+    actions: Annotated[
+        bool,
+        typer.Option(
+            "--actions",
+            help="Let an administrator act at /admin: make a device leave, stop a job. Asks for the login, with the "
+            "cluster's join token or a password that is printed.",
+        ),
     ] = False,
     allow_origin: Annotated[
         list[str] | None,
@@ -41,7 +52,7 @@ def dashboard(
 ) -> None:
     """Show a cluster live in the browser: devices, jobs, a timeline of faults and recoveries, events.
 
-    The page only shows; it changes nothing. It is for this machine unless you give --host; then it asks for a
+    The page only shows, unless you give --actions. It is for this machine unless you give --host; then it asks for a
     client's token of the cluster, or, if you gave none, for a password that this command prints.
     """
     import hoop
@@ -51,15 +62,19 @@ def dashboard(
     from hoop.wire.roles import Role
 
     try:
-        from hoop.dashboard.access import Login
+        from hoop.dashboard.access import ADMIN_PATH, Login
+        from hoop.dashboard.actions import ActionQueue, ClusterActor
+        from hoop.dashboard.document import PageTools
         from hoop.dashboard.feed import ClusterFeed
         from hoop.dashboard.server import DashboardConfig, DashboardServer
+        from hoop.dashboard.simulator import Simulator
+        from hoop.dashboard.tracer import Tracer
     except ModuleNotFoundError as error:
         raise FailedPrecondition(f"hoop dashboard needs {error.name}: pip install 'hoop[dashboard]'") from None
 
     address = Addresses.parse(coordinator, "--coordinator")
     credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
-    needs_login = login or not Address(host, port).is_loopback
+    needs_login = login or actions or not Address(host, port).is_loopback
     access = Login(credentials.token) if needs_login else None
     config = DashboardConfig(host, port, access, tuple(allow_origin or ()), certificate, key)
 
@@ -72,30 +87,80 @@ def dashboard(
     def connect() -> Cluster:
         return hoop.connect(address, timeout=CALL_S, credentials=credentials)
 
-    feed = ClusterFeed(connect, _predicted_seconds)
-    try:
-        server = DashboardServer(lambda: feed.view, config)
-        try:
-            feed.start()
-            server.start()
-            password = access.password if access is not None and access.token is None else None
-            if json:
-                shown = {"dashboard": server.url, **({"password": password} if password else {})}
-                typer.echo(json_module.dumps(shown))
-            else:
-                if password:
-                    echo(f"password {password}", err=True)
-                echo(f"dashboard {server.url}")
-            run_event_loop(wait)
-        finally:
-            server.close()
-    finally:
-        feed.close()
+    with ExitStack() as stack:
+        feed = ClusterFeed(connect, predicted_seconds)
+        stack.callback(feed.close)
+        tools = PageTools(Tracer(connect), Simulator(simulated, feed.job_inputs))
+        stack.callback(close_tools, tools)
+        queue = ActionQueue(ClusterActor(connect)) if actions else None
+        if queue is not None:
+            stack.callback(queue.close)
+        server = DashboardServer(lambda: feed.view, config, tools, queue)
+        stack.callback(server.close)
+        feed.start()
+        server.start()
+        shown = {}
+        if access is not None and access.token is None:
+            shown["password"] = access.password
+        if access is not None and actions:
+            shown |= {"admin": f"{server.url}{ADMIN_PATH}", "admin_password": access.admin_password}
+        if json:
+            typer.echo(json_module.dumps({"dashboard": server.url, **shown}))
+        else:
+            for name, value in shown.items():
+                echo(f"{name} {value}", err=True)
+            echo(f"dashboard {server.url}")  # Last: a script that has read the address finds the passwords printed.
+        run_event_loop(wait)
 
 
-def _predicted_seconds(costs: dict[str, Any], settings: str) -> float | None:
+def predicted_seconds(costs: dict[str, Any], settings: str) -> float | None:
     """Seconds of a step by the simulator. Loads PyTorch, and only when a job has reported its costs."""
     from hoop.engine.settings import Settings
     from hoop.runs.prediction import predicted_step_seconds
 
     return predicted_step_seconds(costs, Settings.from_json(settings))
+
+
+def simulated(costs: dict[str, Any], settings: str, question: Question) -> Answer:
+    """The answer of the simulator from a job's measured costs. Loads PyTorch when it is asked for the first time."""
+    from hoop.dashboard.simulator import Answer
+    from hoop.engine.settings import Settings
+    from hoop.runs.prediction import MOST_INSTRUCTIONS, measured_job_costs
+    from hoop.simulate.cluster import Cluster, Link
+    from hoop.simulate.simulation import simulate
+    from hoop.strategies.catalog import parse
+
+    given, strategy = Settings.from_json(settings), parse(question.strategy)
+    shards = max(given.num_microbatches, question.devices)
+    size = 6 * shards * strategy.stages(question.devices) * (1 if strategy.synchronous else 32)
+    if size > MOST_INSTRUCTIONS:
+        return Answer(problem=f"{size:,} instructions are more than {MOST_INSTRUCTIONS:,}; choose fewer devices")
+    priced = measured_job_costs(costs)
+    rows = max(1, round(priced.rows * given.num_microbatches / shards))
+    cores = max(1, int(costs["cores"]) // given.threads_per_device)
+    cluster = Cluster.even(question.devices, question.per_host, Link.parse(question.link), cores=cores)
+    found = simulate(
+        strategy,
+        priced.with_rows(rows),
+        cluster,
+        num_microbatches=shards,
+        trace=False,
+        replicate=given.replicate,
+        replicas=min(given.replicas, max(1, question.devices - 1)),
+    )
+    shares = tuple(
+        (
+            one.seconds["compute"] / found.steps,
+            one.seconds["communicate"] / found.steps,
+            one.seconds["idle"] / found.steps,
+        )
+        for one in found.accounts
+    )
+    return Answer(found.step_seconds, found.speedup, found.bytes, shares)
+
+
+def close_tools(tools: PageTools) -> None:
+    """Ends the threads of a server's tools."""
+    for one in (tools.tracer, tools.simulator):
+        if one is not None:
+            one.close()

@@ -43,9 +43,10 @@ def doctor(
 ) -> None:
     """Check what a training needs, and say what to do about each problem.
 
-    On this machine: versions, memory, /dev/shm, ports, open files, the processor, GPUs, and with --job a job's code and
-    data. With --coordinator the same on every host of a cluster, and between them: connections, versions, types of
-    processors, clocks, data. Ends with code 1 if there is a problem, with 0 if there are only warnings.
+    On this machine: versions, memory, /dev/shm, ports, open files, the processor, GPUs, the native core, and with --job
+    a job's code and data. With --coordinator the same on every host of a cluster, and between them: connections,
+    versions, types of processors, clocks, data. Ends with code 1 if there is a problem, with 0 if there are only
+    warnings.
     """
     if coordinator is not None:
         found = _examine_cluster(coordinator, job, token_file, tls, json)

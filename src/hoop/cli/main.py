@@ -25,13 +25,13 @@ def main() -> None:
 
 
 def _run() -> None:
-    from hoop.cli.commands import command_line, completed_words
+    from hoop.cli.commands import command_line, completed_words, with_default_port
     from hoop.cli.output import echo
     from hoop.cli.running import end_by_signals
 
     end_by_signals()
     try:
-        command_line(completed_words() or sys.argv[1:])()
+        command_line(completed_words() or sys.argv[1:])(args=with_default_port(sys.argv[1:]))
     except HoopError as error:
         echo(f"hoop: {error}", err=True)
         sys.exit(exit_code(error))

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hoop.cli import options
+from hoop.files import make_folder
 from hoop.report.tables import Column, Table
 
 if TYPE_CHECKING:
+    from hoop.simulate.cluster import Cluster
+    from hoop.simulate.cost_model import Costs
+    from hoop.simulate.result import SimulationResult
     from hoop.simulate.search import Candidate
 
 MIB = 1024 * 1024
+TRACED = 3
+"""The fastest strategies: they have a timeline in the page."""
 
 
 def plan(
@@ -47,6 +53,7 @@ def plan(
     ] = True,
     replicas: options.Replicas = 1,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="How many are shown.")] = 12,
+    out: Annotated[Path | None, typer.Option(help="Keep report.html with charts and the table in this folder.")] = None,
     json: options.Json = False,
 ) -> None:
     """Search strategies, meshes, micro-batches and schedules for a cluster, and rank them by predicted step time.
@@ -55,11 +62,14 @@ def plan(
     weights are stale, and a step of theirs may be worth less.
     """
     from hoop.engine.gradient_slots import gradient_memory_for
-    from hoop.runs.simulation_report import costs_of, sizes
+    from hoop.report.page_files import NEEDS_BOKEH, can_draw, write_page
+    from hoop.runs.simulation_report import costs_of, plan_page, sizes
     from hoop.simulate.cluster import Cluster, read_cluster
     from hoop.simulate.failure_model import Failures
     from hoop.simulate.search import search
 
+    if out is not None:
+        make_folder(out, "--out")
     where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)
     priced = costs_of(job, costs)
     if priced.gpu is not None:
@@ -76,11 +86,20 @@ def plan(
 
     losses = Failures(per_hour=failures) if failures else None
     found = search(priced, where, batch, losses, room, progress, replicate=replicate, replicas=replicas)
+    running = [one for one in found if one.result is not None]
+    files: list[Path] = []
+    if out is not None:
+        facts = {"cluster": where.describe(), "batch": str(batch), "costs": priced.source}
+        fastest = {one.strategy.spec: one for one in reversed(running)}  # of each strategy
+        shown = sorted(fastest.values(), key=running.index)[:TRACED]
+        traced = [_traced(one, priced, where, batch, replicate, replicas) for one in shown]
+        files = write_page(plan_page(found, traced, _table(running), job, facts), out)
+        if not can_draw():
+            typer.echo(NEEDS_BOKEH, err=True)
     if json:
         rows = [one.to_dict() for one in found]
         typer.echo(json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows}))
         return
-    running = [one for one in found if one.result is not None]
     typer.echo(f"{job}, batch {batch}, on {where.describe()}; {len(found)} candidates\n")
     typer.echo(_table(running[:top]).markdown())
     refused: dict[str, list[str]] = {}
@@ -99,6 +118,27 @@ def plan(
             f"--shards {best.num_microbatches}{cut}{'' if replicate else ' --no-replicate'}"
             f"{f' --replicas {replicas}' if replicas > 1 else ''}"
         )
+
+    if files:
+        typer.echo(f"written to {out}: {', '.join(path.name for path in files)}")
+
+
+def _traced(
+    one: Candidate, costs: Costs, where: Cluster, batch: int, replicate: bool, replicas: int
+) -> SimulationResult:
+    """Simulates a step of a candidate again, with its instructions: the search keeps none."""
+    from hoop.simulate.simulation import simulate
+
+    assert one.result is not None
+    return simulate(
+        one.strategy,
+        costs.with_rows(-(-batch // one.num_microbatches)),
+        where,
+        num_microbatches=one.num_microbatches,
+        steps=one.result.steps,
+        replicate=replicate,
+        replicas=replicas,
+    )
 
 
 def _table(found: list[Candidate]) -> Table:

@@ -18,6 +18,7 @@ from hoop.cli.output import plain
 from hoop.errors import InvalidArgument
 from hoop.files import make_folder
 from hoop.launch.processes import hoop_command
+from hoop.resources import available_cores
 
 if TYPE_CHECKING:
     from hoop.lab.papers.catalog import Study
@@ -49,6 +50,7 @@ def reproduce(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.lab.papers.catalog import STUDIES, study_named
     from hoop.report import strict_json
+    from hoop.report.page_files import NEEDS_BOKEH, can_draw
 
     if list_:
         found = {one.name: {"paper": one.paper, "question": one.question} for one in STUDIES.values()}
@@ -66,17 +68,20 @@ def reproduce(
     folder = make_folder(out or Path("runs/papers") / name, "--out")
     with StudyView() as view:
         report = _run(study, quick, accelerator, mpirun, folder, view)
+    if not can_draw():
+        typer.echo(NEEDS_BOKEH, err=True)
     if json:
         typer.echo(strict_json.dumps(report))
         return
     _show(report)
-    typer.echo(f"kept in {folder}; open {folder / 'report.html'}")
+    typer.echo(f"kept in {folder}; open {folder / ('report.html' if can_draw() else 'report.md')}")
 
 
 def _run(
     study: Study, quick: bool, accelerator: str, mpirun: Path | None, folder: Path, view: StudyView
 ) -> dict[str, Any]:
     from hoop.lab.papers.experiment import Experiment
+    from hoop.report.page_files import write_page
 
     began = time.monotonic()
     lab = Experiment(quick, accelerator, mpirun, view.say, view.note)
@@ -95,7 +100,7 @@ def _run(
         "took": f"{time.monotonic() - began:.0f} s",
     }
     page = found.page(f"{study.name}: the paper's figures beside ours", _lead(study, quick), facts)
-    page.write(folder)
+    write_page(page, folder)
     return page.plain()
 
 
@@ -110,9 +115,8 @@ def _lead(study: Study, quick: bool) -> str:
 def _machine(accelerator: str) -> str:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     graphics = f", {torch.cuda.get_device_name()}" if accelerator == "cuda" else ""
-    system = f"{platform.system()} {platform.machine()}, {cores} cores{graphics}"
+    system = f"{platform.system()} {platform.machine()}, {available_cores()} cores{graphics}"
     return f"{system}, Python {platform.python_version()}, torch {torch.__version__}"
 
 

@@ -11,7 +11,7 @@ import typer
 from hoop.cli import options
 from hoop.config import parse_size
 from hoop.errors import InvalidArgument
-from hoop.files import make_folder, write_text
+from hoop.files import make_folder
 
 if TYPE_CHECKING:
     from hoop.simulate.cluster import Cluster
@@ -69,7 +69,7 @@ def simulate(
     ] = True,
     replicas: options.Replicas = 1,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of stragglers and failures.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Keep table, timelines and traces in this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep report.html, the table and traces in this folder.")] = None,
     json: options.Json = False,
 ) -> None:
     """Simulate a step of a job: time, speed-up, idle time, bytes and memory, on a cluster of your choice.
@@ -77,7 +77,8 @@ def simulate(
     The very plans of [bold]hoop train[/bold] run in virtual time; try
     [bold]hoop simulate mnist -n 64 --link 1Gbps,0.5ms[/bold].
     """
-    from hoop.runs.simulation_report import costs_of, sizes, table_of, write_outcome
+    from hoop.report.page_files import NEEDS_BOKEH, can_draw, write_page
+    from hoop.runs.simulation_report import costs_of, simulation_page, sizes, table_of, write_trace
     from hoop.simulate.cluster import read_cluster
     from hoop.simulate.rank import SimulatedStragglers
     from hoop.simulate.simulation import simulate as run
@@ -117,9 +118,11 @@ def simulate(
     table = table_of(found, f"{job}, batch {batch}, on {where.describe()}")
     files: list[Path] = []
     if out is not None:
-        write_text(out / "table.json", table.json())
-        write_text(out / "table.md", table.markdown())
-        files = [path for one in found for path in write_outcome(one, out, job)]
+        files = [path for one in found for path in write_trace(one, out, job)]
+        facts = {"cluster": where.describe(), "batch": str(batch), "costs": priced.source}
+        files = [*write_page(simulation_page(found, table, job, facts), out), *files]
+        if not can_draw():
+            typer.echo(NEEDS_BOKEH, err=True)
     if json:
         rows = [
             one.to_dict() | ({"goodput": share} if share is not None else {})

@@ -19,6 +19,7 @@ import typer
 from hoop import job_events as ev
 from hoop import torch_versions
 from hoop.cli import options
+from hoop.cli.output import echo
 from hoop.cli.running import ENDING, not_ignored
 from hoop.config import parse_duration, parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
@@ -30,6 +31,7 @@ from hoop.strategies.catalog import parse
 from hoop.topology import Address, Addresses, DeviceRange, PortRange
 
 if TYPE_CHECKING:
+    from hoop.cli.run_dashboard import RunDashboard
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
     from hoop.launch.ray_cluster import Ray
@@ -51,7 +53,7 @@ def train(
             "-n",
             metavar="N|N:MOST",
             help="How many devices. 4:16: begin when 4 are there, and take in more as they come, up to 16.",
-            show_default="4, or all",
+            show_default="one a GPU or core, or all",
         ),
     ] = None,
     min_devices: Annotated[
@@ -152,6 +154,10 @@ def train(
         bool, typer.Option("--detach", help="With --coordinator: start it, print its number and go; see hoop attach.")
     ] = False,
     address_file: options.AddressFile = None,
+    dashboard: Annotated[
+        int | None,
+        typer.Option(metavar="[PORT]", help="Show the run live in the browser, on loopback; 8787 without a port."),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -231,7 +237,6 @@ def train(
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
-    from hoop.runs.training import DEFAULT_DEVICES
     from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
@@ -275,6 +280,9 @@ def train(
     if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
+    page = _dashboard(dashboard, address_file, detach or ray is not None, token_file, tls)
+    if page is not None:
+        address_file = page.address_file
     listening = _listening(placement, interface, device_ports)
     first, timeout_s = wanted.first if wanted else None, parse_duration(meet_timeout, "--meet-timeout")
     if placement is not None:
@@ -286,8 +294,8 @@ def train(
             admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
         if placement.rank:
             raise typer.Exit(_run_rank(placement, job, changes, listening, size, credentials, timeout_s))
-    elif there is None and ray is None and not (resume and first is None):  # a resumed run says how many it had
-        admit(Request(first or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
+    elif there is None and ray is None and first is not None:
+        admit(Request(first, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
@@ -295,6 +303,10 @@ def train(
         here = there is None and ray is None
         launch = _launch(job, changes, first, size, out, resume, there, address_file, auto_resume, load=here)
         launch = replace(launch, costs=priced, meet_timeout_s=timeout_s)
+        if launch.device_reason:
+            admit(Request(launch.devices or 1, size, options=("--devices", "--memory")))
+            several = "s" * (launch.devices != 1)
+            view.say(f"{launch.devices} device{several}: {launch.device_reason}; --devices sets another number")
         if there is not None:
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
         if placement is not None:
@@ -302,11 +314,13 @@ def train(
             launch = replace(launch, device_host=listening[0], device_ports=listening[1])
             view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
         if ray is not None:
+            from hoop.runs.device_count import DEFAULT_DEVICES
+
             launch = replace(launch, ray=ray.with_range(DeviceRange(launch.devices or DEFAULT_DEVICES)))
         if detach:
             _detach(launch, json, token_file, tls, view)
             return
-        result, number = _follow(launch, view, started)
+        result, number = _follow(launch, view, started, page)
     if json:
         typer.echo(json_module.dumps(result))
     else:
@@ -486,9 +500,10 @@ def _launch(
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import newest_checkpoint
+    from hoop.runs.device_count import default_device_count
     from hoop.runs.job_lookup import job_named, resolved
     from hoop.runs.run_recorder import saved_settings
-    from hoop.runs.training import DEFAULT_DEVICES, Launch
+    from hoop.runs.training import Launch
 
     found = None
     if resume:
@@ -505,28 +520,50 @@ def _launch(
         name, saved = resolved(job), None
     known = job_named(name, load)
     settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
-    _check_strategy(settings, devices, coordinator is None)
-    if settings.faults and coordinator is None:  # on a cluster the devices do, which have the data
-        check_faults(settings, devices or DEFAULT_DEVICES, len(known.data().train))
+    reason = ""
+    if devices is None and load:
+        default = default_device_count(settings)
+        devices, reason = default.devices, default.reason
+    if devices is not None:
+        parse(settings.strategy).plan(devices, settings.num_microbatches)
+        check_replicas(settings.replicas, devices)
+    if settings.faults and devices is not None and load:  # on a cluster the devices do: they have the data
+        check_faults(settings, devices, len(known.data().train))
     warnings = (untested,) if untested else ()
     launch = Launch(
-        settings, devices, memory, out, warnings=warnings, coordinator=coordinator, address_file=address_file
+        settings,
+        devices,
+        memory,
+        out,
+        warnings=warnings,
+        coordinator=coordinator,
+        address_file=address_file,
+        device_reason=reason,
     )
     if found is None:
         return launch
     return replace(launch, resume=found.path, warnings=(*warnings, *found.warnings))
 
 
-def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None:
-    from hoop.runs.training import DEFAULT_DEVICES
+def _dashboard(
+    port: int | None, address_file: Path | None, impossible: bool, token_file: Path | None, tls: Path | None
+) -> RunDashboard | None:
+    """The dashboard of this run, not started yet; None: there is none."""
+    if port is None:
+        return None
+    if impossible:
+        raise InvalidArgument(
+            "--dashboard: not with --detach or --on ray; show the cluster with: hoop dashboard --coordinator HOST:PORT"
+        )
+    from hoop.cli.run_dashboard import RunDashboard
 
-    strategy = parse(settings.strategy)
-    if here or devices:
-        strategy.plan(devices or DEFAULT_DEVICES, settings.num_microbatches)
-        check_replicas(settings.replicas, devices or DEFAULT_DEVICES)
+    given = {"--token-file": token_file, "--tls": tls}
+    return RunDashboard(port, address_file, [str(word) for pair in given.items() if pair[1] for word in pair])
 
 
-def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, Any], int]:
+def _follow(
+    launch: Launch, view: PlainView, started: float, page: RunDashboard | None = None
+) -> tuple[dict[str, Any], int]:
     """Shows the job's events; the first Ctrl-C asks it to stop, the second ends it.
 
     A terminal that is closed stops a job of this machine. A job on a cluster goes on: this command just ends.
@@ -555,6 +592,8 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
     try:
         for observed in events:
             event = observed.event
+            if page is not None and not isinstance(event, ev.Warned):  # warnings come before the devices are forked
+                page.start(partial(echo, err=True))
             if isinstance(event, ev.Started):  # as the user sees it: from the command to the first step
                 event = replace(event, seconds=time.monotonic() - started)
                 start_seconds = event.seconds
@@ -570,4 +609,6 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
         events.close()  # type: ignore[attr-defined]
+        if page is not None:
+            page.close()
     return result, received if result["stopped"] else 0

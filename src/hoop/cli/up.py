@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json as json_module
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ import typer
 from hoop.cli import options
 from hoop.cli.coordinator import configure
 from hoop.config import format_size, parse_size
-from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.errors import InvalidArgument
 
 
 def up(
@@ -48,7 +47,7 @@ def up(
     ] = None,
     dashboard: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Show the cluster live in the browser, at this port."),
+        typer.Option(metavar="[PORT]", help="Show the cluster live in the browser, on loopback; 8787 without a port."),
     ] = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
@@ -64,13 +63,12 @@ def up(
     [bold]--lab[/bold] programs that speak the lab's gpu_sim protocol. Ctrl-C ends all processes and removes their
     files.
     """
+    from hoop.cli.run_dashboard import check_port
     from hoop.cli.running import Stopping, run_event_loop
     from hoop.launch.local import LocalCluster, LocalConfig
 
-    if dashboard is not None and not 0 <= dashboard <= 65535:
-        raise InvalidArgument(f"--dashboard: {dashboard} is no port; give one in 0..65535, 0 for any free one")
-    if dashboard is not None and find_spec("bokeh") is None:
-        raise FailedPrecondition("--dashboard: it needs Bokeh: pip install 'hoop[dashboard]'")
+    if dashboard is not None:
+        check_port(dashboard)
     if devices < 0:
         raise InvalidArgument(f"--devices: {devices} is negative")
     if state is not None:

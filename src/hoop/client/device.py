@@ -62,6 +62,12 @@ class Device:
         answer = self._call(self._stub.ListBuffers, pb.ListBuffersRequest())
         return {buffer.name: (buffer.address, buffer.bytes) for buffer in answer.buffers}
 
+    def trace(self, job_id: int, steps: int, timeout: float) -> pb.TraceTaskResponse:
+        """The instructions of the next steps of a job on this device; fewer steps if ``timeout`` is over before."""
+        request = pb.TraceTaskRequest(job_id=job_id, steps=steps, timeout_s=timeout)
+        answer: pb.TraceTaskResponse = call(self._stub.TraceTask, request, timeout + self._timeout, str(self.info))
+        return answer
+
     def write(self, place: int | str, data: bytes | memoryview, offset: int = 0) -> None:
         """Copy ``data``, of any length, to an address or into a named buffer of the device."""
         view = memoryview(data)

@@ -1,7 +1,7 @@
 """Collective operations: plans for every algorithm, the executors that run them, reductions, compression, work queues.
 A communicator is one rank's view of a group of ranks.
 
-May import: memory transport.
+May import: memory native transport.
 """
 
 PUBLIC = (
@@ -9,7 +9,9 @@ PUBLIC = (
     "compression",
     "link_executor",
     "ordered_all_reduce",
+    "ordered_multi_host",
     "plan",
+    "rank_activity",
     "rank_context",
     "reduction",
     "registry",

@@ -10,8 +10,9 @@ piece is written to the other stage.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -174,6 +175,26 @@ def confirm_all_started(endpoint: Endpoint, deadline: float) -> None:
     endpoint.messages_sent, endpoint.bytes_sent = sent  # a report counts only messages that carry the vector
 
 
+@contextlib.contextmanager
+def multi_host_errors(endpoint: SpanningEndpoint) -> Iterator[None]:
+    """A collective on several hosts runs in this block: it tells an error to the other ranks, and ends the collective.
+
+    A rank that waits for others of its host learns there which rank was lost on another host.
+    """
+    try:
+        yield
+    except CollectiveMismatch as mismatch:
+        endpoint.broadcast_mismatch(mismatch)
+        raise
+    except PeerLost as error:
+        # Abort with the cause, so that ranks waiting for this one learn which rank it waited for.
+        explained = endpoint.with_local_cause(error)
+        endpoint.abort(explained)
+        raise explained from error
+    finally:
+        endpoint.end_collective()
+
+
 class MultiHostExecutor:
     """Executes one rank's hierarchical plans."""
 
@@ -186,7 +207,7 @@ class MultiHostExecutor:
     ) -> None:
         """Runs one operation, from the first barrier to the last."""
         endpoint = self._endpoint
-        try:
+        with multi_host_errors(endpoint):
             if operation.count:
                 endpoint.begin_collective_on_links(call, deadline)
                 self._run(operation, algorithm, call, source, destination, deadline)
@@ -194,16 +215,6 @@ class MultiHostExecutor:
                 endpoint.begin_collective(call, deadline)
             if not operation.synchronizes:
                 confirm_all_started(endpoint, deadline)
-        except CollectiveMismatch as mismatch:
-            endpoint.broadcast_mismatch(mismatch)
-            raise
-        except PeerLost as error:
-            # Abort with the cause, so that ranks waiting for this one learn which rank it waited for.
-            explained = endpoint.with_local_cause(error)
-            endpoint.abort(explained)
-            raise explained from error
-        finally:
-            endpoint.end_collective()
 
     def _run(
         self, operation: Operation, algorithm: str, call: Call, source: Array, destination: Array, deadline: float

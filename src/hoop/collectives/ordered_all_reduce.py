@@ -2,6 +2,7 @@
 
 mapped    vectors in shared arenas: every rank sums its slice of all nodes and writes it to all ranks' outputs, between
           two barriers and without messages
+hosts     several hosts, of which some have several ranks: ``ordered_multi_host.py``
 linked    every rank sends slice j of its nodes to rank j, which sums them and sends the total of slice j to all ranks:
           2·(n-1)/n of the vector for each node of a rank, in 2·(n-1) messages: the bytes of a ring, in two rounds
 """
@@ -15,6 +16,8 @@ import numpy as np
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.link_executor import LinkExecution, run_collective
+from hoop.collectives.native_all_reduce import NativeOrderedSum, supports
+from hoop.collectives.ordered_multi_host import MultiHostSum
 from hoop.collectives.plan import (
     DESTINATION,
     SCRATCH,
@@ -29,6 +32,7 @@ from hoop.collectives.plan import (
     split_range,
 )
 from hoop.collectives.reduction import Array, Reduction
+from hoop.collectives.selection import spans_hosts
 from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, sum_expression
 from hoop.memory.dtypes import dtype
 from hoop.transport.base import SharedEndpoint
@@ -134,6 +138,10 @@ class OrderedAllReduce:
         self._bytes_per_call = 0
         self._barrier: Callable[[float, Call | None], None] | None = None
         """The endpoint's barrier if vectors are mapped; None if they are sent over links, or there is one rank."""
+        self._multi_host: MultiHostSum | None = None
+        """The sum of ranks on several hosts, if some of them share a host."""
+        self._native: NativeOrderedSum | None = None
+        """The whole call, barriers included, if vectors are mapped and all ranks have the native core."""
         if communicator.size == 1:
             if isinstance(expression, Leaf) and span in (None, (0, count)):
                 self.result = slots[expression.slot]
@@ -142,6 +150,11 @@ class OrderedAllReduce:
                 self._sum = _build_sum(expression, [slots], [output], slice(low, high))
             return
         self._call = communicator.call(_call_text(merge_plans, count, (low, high), output))
+        if spans_hosts(communicator.endpoint):
+            self._multi_host = MultiHostSum(
+                communicator, merge_plans, shards, (slots, output), deadline, (low, high), self._call
+            )
+            return
         preparing = communicator.call(f"prepare {self._call.text}")
         mapped = communicator.map_peer_buffers(slots.reshape(-1), output, deadline, preparing)
         if mapped is None:
@@ -154,10 +167,23 @@ class OrderedAllReduce:
         own = _slices(low, high, communicator.size)[communicator.rank]
         other_nodes = sum(len(one.nodes) for one in merge_plans) - len(merge_plans[communicator.rank].nodes)
         self._bytes_per_call = (other_nodes + communicator.size - 1) * (own[1] - own[0]) * output.itemsize
-        self._sum = _build_sum(expression, [one.reshape(-1, count) for one in sources], destinations, slice(*own))
+        rows = [one.reshape(-1, count) for one in sources]
+        endpoint = communicator.endpoint
+        if endpoint.native is not None and supports(output.dtype.name):
+            self._native = NativeOrderedSum(endpoint, self._call, expression, rows, destinations, own)
+            self._sum = self._native.run
+            return
+        self._sum = _build_sum(expression, rows, destinations, slice(*own))
 
     def __call__(self, deadline: float) -> float:
         """Sums; returns the seconds that this rank waited for the others to arrive."""
+        if self._multi_host is not None:
+            self.bytes_moved += self._multi_host.bytes_per_call
+            return self._multi_host(deadline)
+        if self._native is not None:
+            self._native.run(deadline)
+            self.bytes_moved += self._bytes_per_call
+            return self._native.waited_s
         if self._barrier is None:
             self._sum(deadline)
             return 0.0

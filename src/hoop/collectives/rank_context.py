@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.rank_activity import ActivitySource
 from hoop.errors import HoopError
 from hoop.memory import Arena
 from hoop.memory.cuda_arena import CudaArena
@@ -54,6 +55,8 @@ class RankContext:
     """The job runs on other devices. This context is for loading code and data, with a world of one rank."""
     wait_delivered: Callable[[float], bool] = lambda timeout: False
     """Waits at most this many seconds until all emitted events were sent to a watcher; whether they were."""
+    publish_activity: Callable[[ActivitySource | None], None] = lambda source: None
+    """Gives the device a source of this rank's activity, which its heartbeats read; None: there is none any more."""
     inject_faults: Callable[[Any], None] | None = None
     """For tests: attaches the fault injector to this rank's executor. None: no faults."""
     hosts: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ class Reduction:
         """``fold`` of fixed arrays, for repeated calls by ``QUIET.run``; for two small vectors it is one NumPy call."""
         one_call = not self._is_bfloat16 and self.op != "avg" and vectors[0].size <= self._block
         if one_call and len(vectors) == 2 and len(into) == 1:
-            return partial(self._kernel, *vectors, *into)
+            return partial(self._kernel, *vectors, out=into[0])
         return partial(self._fold, vectors, into)
 
     def _fold(self, vectors: Sequence[Array], into: Sequence[Array]) -> None:

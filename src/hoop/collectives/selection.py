@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hoop.collectives.reduction import Array
 from hoop.collectives.registry import CATALOG, Operation
-from hoop.collectives.shm_executor import FLAT_BYTES
+from hoop.collectives.shm_executor import flat_bytes
 from hoop.errors import InvalidArgument
 from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
 
@@ -34,13 +35,13 @@ def choose_algorithm(operation: Operation, endpoint: Endpoint, cost: LinkCost | 
                 f"algorithm: {operation.algorithm} needs ranks that share memory; over these links there is "
                 f"{', '.join(entry.algorithms)}"
             )
-        if operation.algorithm in entry.spanning and not _is_multi_host(endpoint):
+        if operation.algorithm in entry.spanning and not spans_hosts(endpoint):
             raise InvalidArgument(
                 f"algorithm: {operation.algorithm} needs several hosts, and one with several ranks that share memory; "
                 f"here there is {', '.join(entry.shared if isinstance(endpoint, SharedEndpoint) else entry.algorithms)}"
             )
         return operation.algorithm
-    if isinstance(endpoint, SpanningEndpoint) and entry.spanning and _is_multi_host(endpoint):
+    if isinstance(endpoint, SpanningEndpoint) and entry.spanning and spans_hosts(endpoint):
         return _choose_multi_host(operation, len(set(endpoint.hosts)), cost or LinkCost())
     if isinstance(endpoint, SharedEndpoint) and entry.shared:
         return _choose_shared(operation, endpoint)
@@ -51,13 +52,13 @@ def choose_algorithm(operation: Operation, endpoint: Endpoint, cost: LinkCost | 
 
 def _choose_shared(operation: Operation, endpoint: SharedEndpoint) -> str:
     size = operation.count * operation.dtype.itemsize
-    if "flat" in CATALOG[operation.collective].shared and size <= FLAT_BYTES:
+    if "flat" in CATALOG[operation.collective].shared and size <= flat_bytes(endpoint):
         return "flat"
     has_arenas = all(arena is not None for arena in endpoint.arenas)
     return "direct" if has_arenas and "direct" in CATALOG[operation.collective].shared else "staged"
 
 
-def _is_multi_host(endpoint: Endpoint) -> bool:
+def spans_hosts(endpoint: Endpoint) -> bool:
     """Whether there are several hosts, and one of them has several ranks."""
     return isinstance(endpoint, SpanningEndpoint) and 1 < len(set(endpoint.hosts)) < endpoint.size
 
@@ -103,7 +104,7 @@ def measure_links(endpoint: Endpoint, deadline: float) -> LinkCost:
     small = min(_time_round(endpoint, SMALL, deadline) for _ in range(REPEATS))
     large = min(_time_round(endpoint, LARGE, deadline) for _ in range(REPEATS))
     own = np.array([small, max(0.0, large - small) / (LARGE - SMALL)], np.float64)
-    message_s, byte_s = _max_over_ranks(endpoint, own, deadline)
+    message_s, byte_s = max_over_ranks(endpoint, own, deadline).tolist()
     return LinkCost(message_s, max(byte_s, 1e-13))
 
 
@@ -118,8 +119,8 @@ def _time_round(endpoint: Endpoint, size: int, deadline: float) -> float:
     return time.perf_counter() - started
 
 
-def _max_over_ranks(endpoint: Endpoint, own: np.ndarray, deadline: float) -> tuple[float, float]:
-    """The elementwise maximum over all ranks: each rank's values travel once around the ring."""
+def max_over_ranks(endpoint: Endpoint, own: Array, deadline: float) -> Array:
+    """Collective. The elementwise maximum over all ranks: each rank's values travel once around the ring."""
     following, previous = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
     passing, largest = own.copy(), own.copy()
     for _ in range(endpoint.size - 1):
@@ -129,4 +130,4 @@ def _max_over_ranks(endpoint: Endpoint, own: np.ndarray, deadline: float) -> tup
         endpoint.flush(deadline)
         np.maximum(largest, received, out=largest)
         passing = received
-    return float(largest[0]), float(largest[1])
+    return largest

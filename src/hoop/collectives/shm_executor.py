@@ -19,6 +19,8 @@ from functools import partial
 
 import numpy as np
 
+from hoop.collectives.native_all_reduce import NativeAllReduce, NativeDirectAllReduce, supports
+from hoop.collectives.native_all_reduce import flat_bytes as native_flat_bytes
 from hoop.collectives.plan import WINDOW, CollectiveInstruction, Fold, Meet, Range, Take
 from hoop.collectives.reduction import QUIET, Array, Reduction
 from hoop.collectives.registry import Operation
@@ -83,8 +85,8 @@ class WindowedOperation:
         return None
 
     @property
-    def is_single_piece(self) -> bool:
-        """Whether the whole vector fits into a window."""
+    def can_suspend(self) -> bool:
+        """Whether ``try_run`` can return before the end: the whole vector fits into a window."""
         return len(self._pieces) == 1
 
     def _publish(self, source: Array, destination: Array, start: int, steps: WindowSteps) -> list[list[Step]]:
@@ -237,7 +239,13 @@ def _fold_step(reduction: Reduction, parts: list[Array], rank: int, own: int, in
 
 
 FLAT_BYTES = 8 * 1024
-"""Up to this size it costs less to read the vectors of all ranks than to pass a second barrier."""
+"""Up to this size it costs less to read the vectors of all ranks than to pass a second barrier in Python."""
+
+
+def flat_bytes(endpoint: SharedEndpoint) -> int:
+    """The largest vector that is reduced with one barrier; the same on every rank."""
+    return native_flat_bytes(endpoint.size) if endpoint.native is not None else FLAT_BYTES
+
 
 RunFunction = Callable[[Array, Array, float], None]
 """``run(source, destination, deadline)``: runs a planned operation."""
@@ -264,11 +272,19 @@ class ShmExecutor:
         """``call``: compared at the first barrier; None: it was compared before."""
         if not operation.count:  # nothing to move, but a barrier, because another rank's call may have a count
             return lambda source, destination, deadline: self._endpoint.barrier(deadline, call)
+        if self._is_native(operation, algorithm):
+            return NativeAllReduce(self._endpoint, operation, algorithm, call)
         kind, blocks = operation.dtype, operation.blocks(self._endpoint.size)
         small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
         windows, capacity = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
         piece = max(1, capacity // kind.itemsize // blocks)
         return WindowedOperation(self._endpoint, operation, algorithm, self._windows(windows, kind), piece, call)
+
+    def _is_native(self, operation: Operation, algorithm: str) -> bool:
+        """Whether the native core runs this operation through slots or stages."""
+        if operation.collective != "all_reduce" or self._endpoint.native is None or not supports(operation.dtype.name):
+            return False
+        return algorithm == "staged" or operation.count * operation.dtype.itemsize <= SLOT_BYTES
 
     def _windows(self, name: str, kind: DType) -> list[list[Array]]:
         """The ``slots`` or ``stages`` of all ranks as arrays of this dtype, for each parity."""
@@ -366,12 +382,17 @@ class ShmExecutor:
         """
         endpoint = self._endpoint
         endpoint.wait_for_peers(deadline)
-        if operation.count * operation.dtype.itemsize <= FLAT_BYTES:
+        if operation.count * operation.dtype.itemsize <= flat_bytes(endpoint):
             return "flat", self._prepare_flat(operation, call, source, destination)
         preparing = Call(f"prepare {call.text}", endpoint.size)
         mapped = self.map_peer_buffers(source, destination, deadline, preparing)
         if mapped is None:
-            return "staged", partial(self._build_windowed(operation, "staged", call), source, destination)
+            staged = self._build_windowed(operation, "staged", call)
+            if isinstance(staged, NativeAllReduce):
+                return "staged", staged.bind(source, destination)
+            return "staged", partial(staged, source, destination)
+        if endpoint.native is not None and supports(operation.dtype.name):
+            return "direct", NativeDirectAllReduce(endpoint, operation, call, *mapped).run
         fold = next(one for one in operation.plan(endpoint.size, endpoint.rank, "direct") if isinstance(one, Fold))
         span = slice(fold.remote.start, fold.remote.stop)
         sources, destinations = ([array[span] for array in arrays] for arrays in mapped)
@@ -389,6 +410,8 @@ class ShmExecutor:
         self, operation: Operation, call: Call, source: Array, destination: Array
     ) -> Callable[[float], None]:
         """Publish, barrier and fold without intermediate steps: at this size Python's own time dominates."""
+        if operation.count and self._is_native(operation, "flat"):
+            return NativeAllReduce(self._endpoint, operation, "flat", call).bind(source, destination)
         endpoint, count, rank = self._endpoint, operation.count, self._endpoint.rank
         own, into, barrier = source[:count], [destination[:count]], endpoint.barrier
         vectors = [[one[:count] for one in windows] for windows in self._windows("slots", operation.dtype)]

@@ -3,6 +3,10 @@
 Every request and every websocket passes ``AccessControl.check`` first. A request for another host name is refused (DNS
 rebinding), Bokeh refuses a websocket of another origin, and without a valid cookie a page redirects to the login and a
 websocket is refused. The cookie is signed with a key of this process, HttpOnly and SameSite=Strict.
+
+Actions need an administrator's cookie: the page that has buttons, and its websocket, are below ``ADMIN_PATH``. A click
+is a message on that websocket, which another site can neither open (origin, cookie) nor prepare: the handshake has the
+signed token of a page that was loaded before.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 from bokeh.server.auth_provider import AuthProvider
 from tornado.web import HTTPError, RequestHandler
 
+from hoop.errors import InvalidArgument
 from hoop.topology import Address
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token
@@ -25,6 +30,9 @@ from hoop.wire.tokens import Token
 COOKIE = "hoop_dashboard"
 COOKIE_DAYS = 1.0
 LOGIN_URL = "/login"
+ADMIN_PATH = "/admin"
+USER, ADMIN = b"user", b"admin"
+"""Values of the cookie."""
 MAX_TOKEN = 1024
 """Characters of a token that is compared."""
 HEADERS = {
@@ -58,6 +66,8 @@ class Login:
     token: Token | None = None
     password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     """Used where the cluster has no token that a user could type."""
+    admin_password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    """With actions: of administrators, beside the join token."""
 
     @property
     def label(self) -> str:
@@ -74,6 +84,20 @@ class Login:
             return False
         expected = f"hoop-client-{self.token.secrets[Role.CLIENT]}"
         return hmac.compare_digest(text.encode(), expected.encode())
+
+    def accepts_admin(self, text: str) -> bool:
+        """Whether this text is an administrator's: the join token of the cluster, or the printed password."""
+        text = text.strip()[:MAX_TOKEN]
+        if hmac.compare_digest(text.encode(), self.admin_password.encode()):
+            return True
+        if self.token is None or not self.token.is_join:
+            return False
+        try:
+            given = Token.parse(text)
+        except InvalidArgument:
+            return False
+        secret = given.secrets[Role.COORDINATOR] if given.is_join else ""
+        return hmac.compare_digest(secret.encode(), self.token.secrets[Role.COORDINATOR].encode())
 
 
 def allowed_hosts(address: Address, extra: Iterable[str] = ()) -> frozenset[str]:
@@ -100,10 +124,25 @@ def allowed_hosts(address: Address, extra: Iterable[str] = ()) -> frozenset[str]
 class AccessControl(AuthProvider):
     """Checks every request of the Bokeh server."""
 
-    def __init__(self, hosts: frozenset[str], login: Login | None, secure: bool) -> None:
-        """``login`` None: none is needed. ``secure``: the page is served by HTTPS, and the cookie sent only so."""
-        self._hosts, self._login, self._secure = hosts, login, secure
+    def __init__(self, hosts: frozenset[str], login: Login | None, secure: bool, actions: bool = False) -> None:
+        """``login`` None: none is needed. ``secure``: the page is served by HTTPS, and the cookie sent only so.
+
+        ``actions``: there is a page for administrators.
+        """
+        self._hosts, self._login, self._secure, self._actions = hosts, login, secure, actions
         super().__init__()
+
+    def cookie_for(self, text: str) -> bytes | None:
+        """The cookie's value for what a user has typed; None: it is not accepted."""
+        if self._login is None:
+            return USER
+        if self._actions and self._login.accepts_admin(text):
+            return ADMIN
+        return USER if self._login.accepts(text) else None
+
+    @property
+    def label(self) -> str:
+        return self._login.label if self._login is not None else ""
 
     async def check(self, handler: Any) -> str | None:
         """The user of a request; None: the login is needed. Raises HTTPError for one that is refused."""
@@ -111,7 +150,14 @@ class AccessControl(AuthProvider):
             handler.set_header(name, value)
         if str(handler.request.host).lower() not in self._hosts:
             raise HTTPError(403, "the page is not served under this host name; see hoop dashboard --allow-origin")
-        if self._login is None or handler.get_signed_cookie(COOKIE, max_age_days=COOKIE_DAYS) == b"user":
+        if self._login is None:
+            return "user"
+        cookie = handler.get_signed_cookie(COOKIE, max_age_days=COOKIE_DAYS)
+        path = str(handler.request.path)
+        if path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/"):
+            if cookie == ADMIN:
+                return "admin"
+        elif cookie in (USER, ADMIN):
             return "user"
         if handler.request.headers.get("Upgrade", "").lower() == "websocket":
             raise HTTPError(403, "log in first")
@@ -155,18 +201,17 @@ class AccessControl(AuthProvider):
                 self._show("")
 
             def post(self) -> None:
-                login = access._login
-                if login is not None and not login.accepts(self.get_body_argument("token", "")):
+                value = access.cookie_for(self.get_body_argument("token", ""))
+                if value is None:
                     self.set_status(403)
                     self._show("This is not it.")
                     return
                 options = {"httponly": True, "samesite": "Strict", "secure": access._secure}
-                self.set_signed_cookie(COOKIE, "user", expires_days=COOKIE_DAYS, **options)
-                self.redirect("/")
+                self.set_signed_cookie(COOKIE, value, expires_days=COOKIE_DAYS, **options)
+                self.redirect(ADMIN_PATH if value == ADMIN else "/")
 
             def _show(self, problem: str) -> None:
-                label = access._login.label if access._login is not None else ""
-                shown = {"problem": html.escape(problem), "label": html.escape(label)}
+                shown = {"problem": html.escape(problem), "label": html.escape(access.label)}
                 self.write(_PAGE.format(**shown, xsrf=self.xsrf_form_html()))
 
         return LoginHandler

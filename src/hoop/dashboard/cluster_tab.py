@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bokeh.layouts import column
-from bokeh.models import FactorRange, LayoutDOM
+from bokeh.models import FactorRange, HoverTool, LayoutDOM
 
-from hoop.dashboard.palette import CYCLE, GREY, STATE_COLOURS, STATE_SHAPES
+from hoop.dashboard.palette import CYCLE, GREY, RED, STATE_COLOURS, STATE_SHAPES
 from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, plural, set_text, table, text_block
 from hoop.dashboard.view import ClusterView, DeviceView
 
 MAX_MEMORY_BARS = 64
 """Devices whose memory is drawn; the table has all."""
+MAX_DRAWN_LINKS = 256
+MAX_LISTED_LINKS = 1000
 MAX_NAMED = 48
 """With more devices on the ring their numbers would overlap; the pointer and the table tell them."""
 
@@ -46,6 +48,8 @@ def ring_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
             "label": str(one.id) if len(devices) <= MAX_NAMED else "",
             "work": _work(one),
             "memory": f"{bytes_text(one.used)} of {bytes_text(one.capacity)}",
+            "time": one.activity.summary if one.activity is not None else "",
+            "sends": _sends(one),
             "reason": one.reason,
         }
         for (x, y), one in zip(ring_places(len(devices)), devices, strict=True)
@@ -65,9 +69,84 @@ def link_rows(view: ClusterView) -> list[dict[str, Any]]:
         ends = zip(ranks, ranks[1:] + ranks[:1], strict=True) if len(ranks) > 1 else []
         for here, there in ends:
             (x0, y0), (x1, y1) = places[here], places[there]
-            colour = CYCLE[number % len(CYCLE)]
-            rows.append({"x0": x0, "y0": y0, "x1": x1, "y1": y1, "colour": colour, "name": name})
+            row = {"x0": x0, "y0": y0, "x1": x1, "y1": y1, "colour": CYCLE[number % len(CYCLE)], "name": name}
+            rows.append({**row, "carries": "", "width": 2.0})
+    return [*rows, *_traffic_rows(view, places)]
+
+
+def _traffic_rows(view: ClusterView, places: dict[int, tuple[float, float]]) -> list[dict[str, Any]]:
+    """Lines of the links over TCP that carry bytes now; wider where they carry more."""
+    rows = []
+    for one in traffic(view)[:MAX_DRAWN_LINKS]:
+        if one.device in places and one.peer in places:
+            (x0, y0), (x1, y1) = places[one.device], places[one.peer]
+            rows.append(
+                {
+                    "x0": x0,
+                    "y0": y0,
+                    "x1": x1,
+                    "y1": y1,
+                    "colour": RED,
+                    "name": f"device {one.device} to device {one.peer}",
+                    "carries": f"{bytes_text(one.sent)}/s",
+                    "width": 1 + min(7.0, math.log10(max(1.0, one.sent / 1e3))),
+                }
+            )
     return rows
+
+
+class Traffic(NamedTuple):
+    """What one device sends to another over TCP, in bytes a second."""
+
+    device: int
+    peer: int
+    sent: float
+
+
+def traffic(view: ClusterView) -> list[Traffic]:
+    """The links over TCP that carry bytes now, the busiest first. Devices of one host share memory instead."""
+    found = [
+        Traffic(one.id, link.peer, link.sent)
+        for one in view.devices
+        if one.activity is not None
+        for link in one.activity.links
+        if link.sent > 0
+    ]
+    return sorted(found, key=lambda one: (-one.sent, one.device, one.peer))
+
+
+def link_table_rows(view: ClusterView) -> list[dict[str, Any]]:
+    """One row a device for what it sends in all, and one for each of its links over TCP."""
+    rows = []
+    for one in view.devices:
+        if one.activity is not None and one.activity.bytes_a_second is not None:
+            rows.append(
+                {"from": f"device {one.id}", "to": "all ranks of its job", "rate": _sends(one), "way": _ways(one)}
+            )
+    rows += [
+        {
+            "from": f"device {one.device}",
+            "to": f"device {one.peer}",
+            "rate": f"{bytes_text(one.sent)}/s",
+            "way": "TCP",
+        }
+        for one in traffic(view)
+    ]
+    return rows[:MAX_LISTED_LINKS]
+
+
+def _ways(device: DeviceView) -> str:
+    return "links and shared memory" if device.activity is not None and device.activity.links else "shared memory"
+
+
+def _busy(device: DeviceView) -> str:
+    shares = device.activity.shares if device.activity is not None else None
+    return f"{shares.compute:.0%}" if shares is not None else ""
+
+
+def _sends(device: DeviceView) -> str:
+    rate = device.activity.bytes_a_second if device.activity is not None else None
+    return f"{bytes_text(rate)}/s" if rate is not None else ""
 
 
 def memory_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
@@ -123,11 +202,13 @@ class ClusterTab:
         self._devices = Source(
             "ring",
             *("x", "y", "label_x", "label_y", "device", "host", "state", "colour", "host_colour", "shape", "size"),
-            *("label", "work", "memory", "reason"),
+            *("label", "work", "memory", "time", "sends", "reason"),
         )
-        self._links = Source("links", "x0", "y0", "x1", "y1", "colour", "name")
+        self._links = Source("links", "x0", "y0", "x1", "y1", "colour", "name", "carries", "width")
+        self._traffic = Source("traffic", "from", "to", "rate", "way")
         self._memory = Source("memory", "device", "left", "right", "name", "bytes", "colour")
-        self._list = Source("devices", "device", "state", "host", "work", "memory", "address", "reason")
+        listed = ("device", "state", "host", "work", "busy", "sends", "memory", "address", "reason")
+        self._list = Source("devices", *listed)
         self._communicators = Source("communicators", "id", "generation", "devices", "status", "reason")
         self._bars = FactorRange()
         self._memory_chart = self._draw_memory()
@@ -142,10 +223,18 @@ class ClusterTab:
                     "state": ("state", 70),
                     "host": ("host", 110),
                     "work": ("work", 90),
+                    "busy": ("computes", 60),
+                    "sends": ("sends", 80),
                     "memory": ("memory", 130),
                     "address": ("address", 120),
                     "reason": ("why", 160),
                 },
+            ),
+            table(
+                self._traffic,
+                "link-table",
+                {"from": ("from", 80), "to": ("to", 110), "rate": ("bytes a second", 90), "way": ("over", 130)},
+                height=150,
             ),
             self._memory_chart,
             table(
@@ -173,6 +262,8 @@ class ClusterTab:
                 ("host", "@host"),
                 ("work", "@work"),
                 ("memory", "@memory"),
+                ("time", "@time"),
+                ("sends", "@sends"),
                 ("why", "@reason"),
             ],
             tools="reset,save",
@@ -183,7 +274,12 @@ class ClusterTab:
             y_range=(-1.5, 1.5),
         )
         plot.axis.visible = plot.grid.visible = False
-        plot.segment("x0", "y0", "x1", "y1", source=self._links.model, line_width=2, color="colour", alpha=0.6)
+        links = plot.segment(
+            "x0", "y0", "x1", "y1", source=self._links.model, line_width="width", color="colour", alpha=0.6
+        )
+        plot.add_tools(
+            HoverTool(renderers=[links], tooltips=[("link", "@name"), ("carries", "@carries")], description="Links")
+        )
         nodes = plot.scatter(
             "x", "y", source=self._devices.model, marker="shape", size="size", fill_color="colour", line_color="colour",
             line_width=3,
@@ -193,7 +289,7 @@ class ClusterTab:
             "label_x", "label_y", text="label", source=self._devices.model, x_offset=8, text_baseline="middle",
             text_font_size="13px", text_color="#808080",
         )  # fmt: skip
-        plot.hover.renderers = [nodes]
+        plot.hover[0].renderers = [nodes]
         return plot
 
     def _draw_memory(self) -> Any:
@@ -222,6 +318,8 @@ class ClusterTab:
                     "state": str(one.state),
                     "host": f"{one.pid}@{one.host}",
                     "work": _work(one),
+                    "busy": _busy(one),
+                    "sends": _sends(one),
                     "memory": f"{bytes_text(one.used)} of {bytes_text(one.capacity)}",
                     "address": one.address,
                     "reason": one.reason,
@@ -229,6 +327,7 @@ class ClusterTab:
                 for one in view.devices
             ]
         )
+        self._traffic.show(link_table_rows(view))
         drawn = [one for one in devices if not one.state.is_gone][:MAX_MEMORY_BARS]
         names = list(reversed([bar_name(one) for one in drawn]))
         if names != list(self._bars.factors):

@@ -8,6 +8,7 @@ or gone makes no queue grow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bokeh.document import Document
@@ -15,12 +16,18 @@ from bokeh.layouts import column, row
 from bokeh.models import Button, CustomJS, LayoutDOM, Spinner, Toggle
 from bokeh.themes import Theme as BokehTheme
 
+from hoop.dashboard.action_bar import ActionBar
+from hoop.dashboard.actions import ActionQueue
 from hoop.dashboard.cluster_tab import ClusterTab
 from hoop.dashboard.events_tab import EventsTab
 from hoop.dashboard.job_tab import JobTab
 from hoop.dashboard.palette import DARK, LIGHT, Theme
 from hoop.dashboard.parts import paragraph, set_text, text_block
+from hoop.dashboard.plan_tab import PlanTab
+from hoop.dashboard.simulator import Simulator
+from hoop.dashboard.simulator_tab import SimulatorTab
 from hoop.dashboard.timeline_tab import TimelineTab
+from hoop.dashboard.tracer import Tracer
 from hoop.dashboard.view import ClusterView
 
 UPDATE_MS = 500
@@ -44,8 +51,16 @@ TEMPLATE = """
 """Blocks of Bokeh's own page, with the colours; ``LIGHT.text`` and so on are replaced."""
 
 
+@dataclass(frozen=True)
+class PageTools:
+    """What pages ask for, beside the view; all pages share them."""
+
+    tracer: Tracer | None = None
+    simulator: Simulator | None = None
+
+
 class Tab(Protocol):
-    """What the four tabs have in common."""
+    """What the tabs have in common."""
 
     layout: LayoutDOM
 
@@ -88,14 +103,26 @@ def chart_theme(theme: Theme) -> BokehTheme:
 class Page:
     """The page of one browser, in its Bokeh document."""
 
-    def __init__(self, document: Document, read_view: ReadView) -> None:
+    def __init__(
+        self,
+        document: Document,
+        read_view: ReadView,
+        tools: PageTools | None = None,
+        actions: ActionQueue | None = None,
+    ) -> None:
+        """``tools``: the page has what they serve. ``actions``: it has buttons for them; None: it only shows."""
         self._document, self._read_view = document, read_view
+        self._actions = ActionBar(actions) if actions is not None else None
+        tools = tools or PageTools()
         self._tabs: dict[str, Tab] = {
             "Cluster": ClusterTab(),
             "Job": JobTab(),
-            "Timeline": TimelineTab(),
+            "Timeline": TimelineTab(tools.tracer),
             "Events": EventsTab(),
+            "Plan": PlanTab(),
         }
+        if tools.simulator is not None:
+            self._tabs["Simulator"] = SimulatorTab(tools.simulator)
         self._shown = "Cluster"
         self._head = text_block("headline")
         self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._tabs}
@@ -121,8 +148,12 @@ class Page:
             tab.update(view)
         self._show_headline(view)
         self._choose(self._shown)
+        bar = []
+        if self._actions is not None:
+            self._actions.update(view)
+            bar.append(self._actions.layout)
         document = self._document
-        document.add_root(column(self._head, buttons, *tabs, self._acknowledged, sizing_mode="stretch_width"))
+        document.add_root(column(self._head, *bar, buttons, *tabs, self._acknowledged, sizing_mode="stretch_width"))
         document.title = "Hoop"
         document.template = page_template()
         document.theme = chart_theme(LIGHT)
@@ -136,6 +167,8 @@ class Page:
         view = self._read_view()
         self._tabs[self._shown].update(view)
         self._show_headline(view)
+        if self._actions is not None:
+            self._actions.update(view)
         self._sent += 1
         self._head.tags = [self._sent]
 

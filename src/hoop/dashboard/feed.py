@@ -66,7 +66,9 @@ class ClusterFeed:
         """By job; only the poll thread uses it."""
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._costs: OrderedDict[int, dict[str, Any]] = OrderedDict()
-        """By job: costs from which its step is to be predicted."""
+        """By job: costs that it has measured before its first step."""
+        self._unpredicted: set[int] = set()
+        """Jobs with costs whose step is to be predicted."""
         self._settings: dict[int, str] = {}
         self._devices: dict[str, Device] = {}
         """By incarnation; only the details thread uses it."""
@@ -75,6 +77,12 @@ class ClusterFeed:
     def view(self) -> ClusterView:
         """The newest view; any thread may read it."""
         return self._view
+
+    def job_inputs(self, job_id: int) -> tuple[dict[str, Any], str] | None:
+        """Measured costs and settings (JSON) of a job, for the simulator; None: not known. Any thread may ask."""
+        with self._lock:
+            costs, settings = self._costs.get(job_id), self._settings.get(job_id)
+        return (costs, settings) if costs is not None and settings is not None else None
 
     def start(self) -> None:
         self._poll()  # so that the first page shows the devices
@@ -202,6 +210,7 @@ class ClusterFeed:
         if isinstance(event, ev.Started) and event.costs:
             with self._lock:
                 self._costs[job_id] = event.costs
+                self._unpredicted.add(job_id)
                 if len(self._costs) > views.MAX_JOBS:
                     self._costs.popitem(last=False)
 
@@ -255,11 +264,13 @@ class ClusterFeed:
 
     def _predict_steps(self) -> None:
         with self._lock:
-            ready = [one for one in self._costs if one in self._settings]
-            found = (ready[0], self._costs.pop(ready[0])) if ready else None
+            self._unpredicted &= set(self._costs)
+            ready = sorted(one for one in self._unpredicted if one in self._settings)
+            self._unpredicted -= set(ready[:1])
+            found = self._costs[ready[0]] if ready else None
         if found is None or self._predict is None:
             return
-        job_id, costs = found
+        job_id, costs = ready[0], found
         try:
             seconds = self._predict(costs, self._settings[job_id])
         except (HoopError, LookupError, TypeError, ValueError) as error:  # other processes wrote the costs
@@ -287,5 +298,6 @@ def _afresh(job: JobView) -> JobView:
         max_devices=job.max_devices,
         strategy=job.strategy,
         batch_size=job.batch_size,
+        num_microbatches=job.num_microbatches,
         predicted_step_seconds=job.predicted_step_seconds,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from bokeh.layouts import column, row
@@ -18,11 +19,13 @@ from hoop.dashboard.parts import (
     paragraph,
     plural,
     seconds_text,
+    set_factors,
     set_text,
     table,
     text_block,
 )
-from hoop.dashboard.view import ClusterView
+from hoop.dashboard.view import ClusterView, DeviceView
+from hoop.dashboard.work_panel import WorkPanel, ranges_text
 
 NEWEST = "newest"
 """The choice that follows the newest running job."""
@@ -66,6 +69,27 @@ def recent_step_seconds(job: JobView) -> float | None:
     return sum(last) / len(last) if last else None
 
 
+def shard_rows(job: JobView, workers: Sequence[DeviceView]) -> list[dict[str, Any]]:
+    """Shards by rank: which, as the devices report them; else how many, as the load balancer last reported."""
+    slow = dict(job.stragglers)
+    found = {
+        one.rank: (len(one.activity.shards), ranges_text(one.activity.shards))
+        for one in workers
+        if one.activity is not None
+    }
+    known = found or {rank: (count, "") for rank, count in enumerate(job.shards)}
+    return [
+        {
+            "rank": str(rank),
+            "shards": count,
+            "which": which,
+            "colour": RED if rank in slow else CYCLE[0],
+            "note": f"straggler, {slow[rank]:.1f} times slower" if rank in slow else "",
+        }
+        for rank, (count, which) in sorted(known.items())
+    ]
+
+
 class JobTab:
     """The tab of one browser."""
 
@@ -82,16 +106,18 @@ class JobTab:
         self._loss, self._test = Source("loss", "x", "y"), Source("test-loss", "x", "y")
         self._accuracy, self._speed = Source("accuracy", "x", "y"), Source("speed", "x", "y")
         self._step = Source("step-seconds", "x", "y")
-        self._shards = Source("shards", "rank", "shards", "colour", "note")
+        self._shards = Source("shards", "rank", "shards", "which", "colour", "note")
         self._splits = Source("splits", "rank", "compute", "communicate", "idle", "sent")
         self._checkpoints = Source("checkpoints", "step", "parts", "bytes", "kind", "time")
         self._shard_ranks, self._split_ranks = FactorRange(), FactorRange()
         self._predicted = Span(
             location=0, dimension="width", line_color=RED, line_dash="dashed", line_width=2, visible=False
         )
+        self._work = WorkPanel()
         self.layout: LayoutDOM = column(
             self._choice,
             self._head,
+            self._work.layout,
             row(*self._draw_curves(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
             row(*self._draw_speeds(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
             row(*self._draw_ranks(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
@@ -131,7 +157,7 @@ class JobTab:
         return [speed, step]
 
     def _draw_ranks(self) -> list[Any]:
-        hover = [("rank", "@rank"), ("shards", "@shards"), ("", "@note")]
+        hover = [("rank", "@rank"), ("shards", "@shards"), ("which", "@which"), ("", "@note")]
         shards = chart("Shards by rank", hover=hover, tools="reset,save", x_range=self._shard_ranks, min_width=340)
         shards.vbar(x="rank", top="shards", width=0.7, source=self._shards.model, color="colour")
         shards.y_range.start = 0
@@ -171,7 +197,9 @@ class JobTab:
             self._predicted.visible = bool(job.predicted_step_seconds)
         if job.predicted_step_seconds and self._predicted.location != 1e3 * job.predicted_step_seconds:
             self._predicted.location = 1e3 * job.predicted_step_seconds
-        self._show_ranks(job)
+        workers = view.workers(job.id)
+        self._work.update(job, workers)
+        self._show_ranks(job, workers)
 
     def _show_text(self, job: JobView) -> None:
         title = f"Job {job.id}: {job.name}"
@@ -189,21 +217,11 @@ class JobTab:
             *(paragraph(one) for one in facts(job)),
         )
 
-    def _show_ranks(self, job: JobView) -> None:
-        slow = dict(job.stragglers)
-        _set_factors(self._shard_ranks, [str(rank) for rank in range(len(job.shards))])
-        self._shards.show(
-            [
-                {
-                    "rank": str(rank),
-                    "shards": count,
-                    "colour": RED if rank in slow else CYCLE[0],
-                    "note": f"straggler, {slow[rank]:.1f} times slower" if rank in slow else "",
-                }
-                for rank, count in enumerate(job.shards)
-            ]
-        )
-        _set_factors(self._split_ranks, [str(one.rank) for one in job.splits])
+    def _show_ranks(self, job: JobView, workers: Sequence[DeviceView]) -> None:
+        rows = shard_rows(job, workers)
+        set_factors(self._shard_ranks, [row["rank"] for row in rows])
+        self._shards.show(rows)
+        set_factors(self._split_ranks, [str(one.rank) for one in job.splits])
         self._splits.show(
             [
                 {
@@ -228,8 +246,3 @@ class JobTab:
                 for one in reversed(job.checkpoints)
             ]
         )
-
-
-def _set_factors(axis: FactorRange, names: list[str]) -> None:
-    if names != list(axis.factors):
-        axis.factors = names

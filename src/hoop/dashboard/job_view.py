@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from hoop.job_events import Observed
 
 MAX_CHECKPOINTS = 20
 MAX_SPLIT_RANKS = 512
+MAX_MICROBATCHES = 1 << 16
 _EMPTY = Curve()
 WINDOW = 40
 """Reports (about four a second) over which the speed is measured."""
@@ -58,6 +60,8 @@ class JobView:
     strategy: str = ""
     batch_size: int = 0
     """Of the settings; 0: not known yet."""
+    num_microbatches: int = 0
+    """Shards of a step; 0: not known yet."""
     steps: int = 0
     """In all; 0: not known yet."""
     steps_an_epoch: int = 0
@@ -112,8 +116,11 @@ class JobView:
 def with_settings(job: JobView, settings: Mapping[str, object]) -> JobView:
     """With the settings that the job was started with, which another process wrote: types are checked."""
     batch, strategy = settings.get("batch_size"), settings.get("strategy")
+    counts = [settings.get("shards"), settings.get("accumulate", 1)]
+    shards = [one for one in counts if isinstance(one, int) and 0 < one < MAX_MICROBATCHES]
     return replace(
         job,
+        num_microbatches=math.prod(shards) if len(shards) == len(counts) else job.num_microbatches,
         batch_size=batch if isinstance(batch, int) and batch > 0 else job.batch_size,
         strategy=str(strategy)[:80] if strategy else job.strategy,
     )
@@ -131,6 +138,7 @@ def after_event(job: JobView, observed: Observed) -> JobView:
                 steps_an_epoch=event.steps_an_epoch,
                 parameters=event.parameters,
                 notice="",
+                loading=_still_loading(job),
             )
         case ev.Steps():
             return _after_steps(job, event, observed.time)
@@ -171,6 +179,11 @@ def after_event(job: JobView, observed: Observed) -> JobView:
     return job
 
 
+def _still_loading(job: JobView) -> tuple[int, ...]:
+    """The devices that load the job while others train: one that has a rank has loaded it."""
+    return tuple(one for one in job.loading if one not in job.devices)
+
+
 def _after_steps(job: JobView, event: ev.Steps, time: float) -> JobView:
     """Rows of steps that were reported before are left out: after a failure another rank repeats them."""
     repeated = min(len(event.loss), max(0, job.done - event.first))
@@ -179,7 +192,7 @@ def _after_steps(job: JobView, event: ev.Steps, time: float) -> JobView:
         return job
     first, done = event.first + repeated, event.first + len(event.loss)
     progress = (*job.progress, (time, done))[-WINDOW:]
-    after = replace(job, done=done, rate=event.rate, progress=progress, notice="")
+    after = replace(job, done=done, rate=event.rate, progress=progress, notice="", loading=_still_loading(job))
     speed = after.steps_a_second
     return replace(
         after,

@@ -55,6 +55,29 @@ MARK_SHAPES = {
     MarkKind.JOB: "star",
 }
 
+PART_COLOURS = {
+    "load": SKY,
+    "forward": BLUE,
+    "backward": PURPLE,
+    "communicate": ORANGE,
+    "update": GREEN,
+    "idle": "#c4c4c4",
+    "other": "#6e6e6e",
+}
+"""By part of a step's time (``activity_view.PARTS``)."""
+CATEGORY_COLOURS = {
+    "load": SKY,
+    "forward": BLUE,
+    "backward": PURPLE,
+    "update": GREEN,
+    "reduce": ORANGE,
+    "send": YELLOW,
+    "push": YELLOW,
+    "recv": "#b8860b",
+    "wait": "#c4c4c4",
+}
+"""By category of an instruction (``plan.instructions.CATEGORY``)."""
+
 
 @dataclass(frozen=True)
 class Theme:

@@ -9,7 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.models import ColumnDataSource, DataTable, Div, HoverTool, InlineStyleSheet, TableColumn
+from bokeh.models import ColumnDataSource, DataTable, Div, FactorRange, HoverTool, InlineStyleSheet, TableColumn
 from bokeh.models.widgets.tables import StringFormatter
 from bokeh.plotting import figure
 
@@ -113,6 +113,14 @@ def chart(title: str, height: int = 240, hover: Sequence[tuple[str, str]] = (), 
     if hover:
         plot.add_tools(HoverTool(tooltips=list(hover)))
     return plot
+
+
+def set_factors(axis: FactorRange, names: Sequence[str]) -> bool:
+    """Sets the names on an axis, if they are others than before; whether they were."""
+    if list(names) == list(axis.factors):
+        return False
+    axis.factors = list(names)
+    return True
 
 
 def bytes_text(size: float) -> str:

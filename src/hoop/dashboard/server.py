@@ -6,24 +6,28 @@ All scripts come from the installed Bokeh package, through this server: the page
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import ssl
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bokeh.application import Application
 from bokeh.application.handlers.function import FunctionHandler
 from bokeh.document import Document
+from bokeh.protocol.exceptions import ProtocolError
 from bokeh.server.server import BaseServer
 from bokeh.server.tornado import BokehTornado
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
 
-from hoop.dashboard.access import AccessControl, Login, allowed_hosts
-from hoop.dashboard.document import Page, ReadView
+from hoop.dashboard.access import ADMIN_PATH, AccessControl, Login, allowed_hosts
+from hoop.dashboard.actions import ActionQueue
+from hoop.dashboard.document import Page, PageTools, ReadView
 from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from hoop.topology import Address
 
@@ -35,6 +39,11 @@ MAX_MESSAGE_BYTES = 1 << 20
 UNUSED_MS = 15_000
 """How long a page is kept after its browser has gone."""
 START_S = 60.0
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    """False for the traceback that tornado logs when Bokeh refuses a websocket; Bokeh has logged the reason."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], ProtocolError)
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,19 @@ class DashboardConfig:
 class DashboardServer:
     """Serves the page of a feed's views until ``close``."""
 
-    def __init__(self, read_view: ReadView, config: DashboardConfig) -> None:
-        """Opens the port; raises FailedPrecondition if it is taken."""
-        self._read_view, self._config = read_view, config
+    def __init__(
+        self,
+        read_view: ReadView,
+        config: DashboardConfig,
+        tools: PageTools | None = None,
+        actions: ActionQueue | None = None,
+    ) -> None:
+        """Opens the port; raises FailedPrecondition if it is taken.
+
+        ``actions``: with a login the page ``/admin`` has buttons for them, and only administrators may open it; without
+        one (the demo) the page ``/`` has them.
+        """
+        self._read_view, self._config, self._tools, self._actions = read_view, config, tools, actions
         self._tls = _tls(config)
         try:
             self._sockets = bind_sockets(config.port, config.host)
@@ -83,6 +102,7 @@ class DashboardServer:
 
     def start(self) -> None:
         """Returns when the page can be opened."""
+        logging.getLogger("tornado.application").addFilter(_is_no_refusal)
         self._thread.start()
         if not self._ready.wait(START_S):
             raise FailedPrecondition(f"the dashboard's server did not start within {START_S:g} s")
@@ -103,9 +123,9 @@ class DashboardServer:
         config = self._config
         hosts = allowed_hosts(self.address, config.origins)
         application = BokehTornado(
-            {"/": Application(FunctionHandler(self._open_page))},
+            self._applications(),
             extra_websocket_origins=sorted(hosts),
-            auth_provider=AccessControl(hosts, config.login, self._tls is not None),
+            auth_provider=AccessControl(hosts, config.login, self._tls is not None, self._actions is not None),
             secret_key=secrets.token_bytes(32),
             sign_sessions=True,
             xsrf_cookies=True,
@@ -129,10 +149,19 @@ class DashboardServer:
             await http.close_all_connections()
             self._server.unlisten()
 
-    def _open_page(self, document: Document) -> Any:
-        if len(self._server.get_sessions("/")) > MAX_PAGES:
+    def _applications(self) -> dict[str, Application]:
+        """By path: the page, and for administrators the page with buttons."""
+        needs_admin = self._actions is not None and self._config.login is not None
+        found = {"/": Application(FunctionHandler(partial(self._open_page, None if needs_admin else self._actions)))}
+        if needs_admin:
+            found[ADMIN_PATH] = Application(FunctionHandler(partial(self._open_page, self._actions)))
+        return found
+
+    def _open_page(self, actions: ActionQueue | None, document: Document) -> Any:
+        paths = ("/", ADMIN_PATH) if self._actions is not None and self._config.login is not None else ("/",)
+        if sum(len(self._server.get_sessions(path)) for path in paths) > MAX_PAGES:
             raise ResourceExhausted(f"{MAX_PAGES} pages are open; close some of them")
-        Page(document, self._read_view)
+        Page(document, self._read_view, self._tools, actions)
 
 
 def _tls(config: DashboardConfig) -> ssl.SSLContext | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from hoop.dashboard.activity_view import ActivityView, after_heartbeat
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.marks import LogLine, Mark, mark_of_event
 from hoop.events import Event
@@ -80,6 +81,8 @@ class DeviceView:
     job: int = 0
     """The running job that it has a rank in; 0: none."""
     rank: int = 0
+    activity: ActivityView | None = None
+    """What it does in that job; None before its first step there."""
     gone_at: float = 0.0
     """When the feed saw that it had ended, by the feed's monotonic clock; 0: it has not."""
 
@@ -125,6 +128,11 @@ class ClusterView:
 
     def job(self, job_id: int) -> JobView | None:
         return next((one for one in self.jobs if one.id == job_id), None)
+
+    def workers(self, job_id: int) -> tuple[DeviceView, ...]:
+        """The devices that do steps of a job, by rank."""
+        found = [one for one in self.devices if one.activity is not None and one.activity.job == job_id]
+        return tuple(sorted(found, key=lambda one: one.rank))
 
     @property
     def current_job(self) -> JobView | None:
@@ -264,15 +272,21 @@ def _device(
         buffers=_largest((*in_arena, *gpu)),
         job=job,
         rank=rank,
+        activity=_activity(member, before.activity if before is not None else None, job),
         gone_at=gone_at,
     )
+
+
+def _activity(member: pb.Member, before: ActivityView | None, job: int) -> ActivityView | None:
+    found = next((one for one in member.activities if one.job_id == job), None) if job else None
+    return after_heartbeat(before, found) if found is not None else None
 
 
 def _gone(device: DeviceView, now: float) -> DeviceView:
     """A device that the coordinator lists no more."""
     if device.state.is_gone:
         return device
-    return replace(device, state=DeviceState.LEFT, reason="no longer listed", gone_at=now, job=0, rank=0)
+    return replace(device, state=DeviceState.LEFT, reason="no longer listed", gone_at=now, job=0, rank=0, activity=None)
 
 
 _STATES = {"dead": DeviceState.DEAD, "left": DeviceState.LEFT, "suspect": DeviceState.SUSPECT}

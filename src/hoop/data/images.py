@@ -162,7 +162,8 @@ class ImageData:
         lines[:, 1:] = lines[:, :1]
 
     def _normalise(self, pixels: npt.NDArray[np.uint8], floats: Floats) -> None:
-        np.subtract(pixels, self._mean, out=floats, dtype=np.float32)
+        np.copyto(floats, pixels)  # faster than a subtraction that converts its operands block by block
+        np.subtract(floats, self._mean, out=floats)
         np.multiply(floats, self._scale, out=floats)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -43,6 +42,7 @@ from hoop.engine.tensor_channel import TensorChannel
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
+from hoop.resources import available_cores
 from hoop.transport.base import SharedEndpoint
 
 REPEATS = 8
@@ -404,11 +404,6 @@ def measure_memory(sizes: Sequence[int] = VECTOR_BYTES) -> dict[str, Any]:
     return {"copy_s": copied[middle][1], "add_s": added[middle][1], "copy_at": copied, "add_at": added}
 
 
-def available_cores() -> int:
-    """Return the number of cores of the process: the affinity of its main thread. The computing thread has one."""
-    return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _loss_seconds(blocks: Sequence[nn.Module], targets: torch.Tensor, loss: Loss) -> float:
     if loss is not cross_entropy or targets.dim() != 1:
         return 0.0  # small compared with blocks that autograd computes
@@ -448,7 +443,6 @@ def _batched_seconds(blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: in
 
     def run() -> None:
         stage.forward(0, many, 0)
-        for _ in stage.backward_batched(0, gradient, rows, [into] * batched_shards):
-            pass
+        stage.backward_batched(0, gradient, rows, [into] * batched_shards, lambda _: None)
 
     return median_seconds(run)

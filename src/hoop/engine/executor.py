@@ -241,11 +241,11 @@ class PlanExecutor:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent to other ranks, over links and through shared memory."""
+        """Bytes sent to other ranks, over links and through shared memory. Any thread may read it."""
         return (
             self.extra_bytes_sent
             + self.channel.endpoint.bytes_sent
-            + sum(one.bytes_moved for one in self._reducers.values())
+            + sum(one.bytes_moved for one in list(self._reducers.values()))
         )
 
     def close(self) -> None:
@@ -324,6 +324,7 @@ class PlanExecutor:
         """Run the plan on these samples; the parameters are those of ``begin``."""
         self.begin(position, samples, stop, computed)
         profiler, handlers, batched = self.profiler, self._handlers, self._batched
+        profiler.record_overhead()
         for run in self._program:
             if batched is not None and batched.can_batch(run):
                 batched(run, self.add_compute_time, self._on_batched_shard)

@@ -47,30 +47,72 @@ class StragglerVerdict:
         return Straggler(step, straggler=self.rank, slow=self.slow, times=self.slowdown)
 
 
+class Measurements:
+    """The last ``WINDOW`` measurements of each rank: its seconds per shard, of the steps in which it computed a shard.
+
+    ``add`` is called in every step and costs a few microseconds; most steps need no more than ``lower_bound``.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._windows: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._added: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        """Steps in which every rank computed a shard, and which are not in ``_windows`` yet."""
+        self._fastest: deque[float] = deque(maxlen=WINDOW)
+        """The least measurement of each of the last steps."""
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Adds one step's seconds per shard, by rank; 0: the rank computed no shard."""
+        self._fastest.append(min(seconds))
+        self._added.append(seconds)
+        if not self._fastest[-1]:
+            self.windows()
+
+    def lower_bound(self) -> float:
+        """At most the least measurement in any window."""
+        return min(self._fastest, default=0.0)
+
+    def windows(self) -> list[deque[float]]:
+        """The measurements of each rank, oldest first."""
+        for seconds in self._added:
+            for recent, one in zip(self._windows, seconds, strict=True):
+                if one > 0:
+                    recent.append(one)
+        self._added.clear()
+        return self._windows
+
+    def clear(self, rank: int) -> None:
+        """Forgets the measurements of a rank."""
+        self.windows()[rank].clear()
+
+
 class StragglerDetector:
     """Detects stragglers from every rank's seconds per shard. Deterministic: all ranks get the same verdicts."""
 
     def __init__(self, size: int, oversubscription: float = 1.0) -> None:
         """``size``: ranks. ``oversubscription``: devices per core; above 1 the detector reports nothing."""
-        self._enabled = oversubscription <= 1.0
-        self._recent: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._enabled = oversubscription <= 1.0 and size > 1
+        self._measurements = Measurements(size)
         self.slow: set[int] = set()
 
     def observe(self, seconds: Sequence[float]) -> list[StragglerVerdict]:
         """Adds one step's seconds per shard, by rank (0: it computed no shard); returns verdicts that changed."""
         if not self._enabled:
             return []
-        for recent, one in zip(self._recent, seconds, strict=True):
-            if one > 0:
-                recent.append(one)
-        if len(self._recent) < 2 or not all(len(recent) == WINDOW for recent in self._recent):
+        self._measurements.add(seconds)
+        # No rank can be a new straggler if none was slow in this step, compared with the fastest measurement of all.
+        if not self.slow and max(seconds) <= SLOW_FACTOR * self._measurements.lower_bound() + FLOOR_S:
+            return []
+        windows = self._measurements.windows()
+        if not all(len(recent) == WINDOW for recent in windows):
             return []
         verdicts = []
-        for rank, recent in enumerate(self._recent):
-            if not seconds[rank]:
-                continue  # no new measurement
+        minima = [min(recent) for recent in windows]
+        may_be_slow = SLOW_FACTOR * min(minima) + FLOOR_S
+        for rank, recent in enumerate(windows):
+            if not seconds[rank] or (minima[rank] <= may_be_slow and rank not in self.slow):
+                continue  # no new measurement, or about as fast as the fastest rank
             reference = self._reference(rank)
-            if rank not in self.slow and min(recent) > SLOW_FACTOR * reference + FLOOR_S:
+            if rank not in self.slow and minima[rank] > SLOW_FACTOR * reference + FLOOR_S:
                 verdicts.append(self._verdict(rank, True))
             elif rank in self.slow and median(recent) < RECOVERED_FACTOR * reference + FLOOR_S:
                 verdicts.append(self._verdict(rank, False))
@@ -80,17 +122,18 @@ class StragglerDetector:
         """Called when a rank gets no more shards. There will be no more measurements, so its median decides now."""
         if not self._enabled or rank in self.slow:
             return []
-        if median(self._recent[rank]) <= SLOW_FACTOR * self._reference(rank) + FLOOR_S:
+        if median(self._measurements.windows()[rank]) <= SLOW_FACTOR * self._reference(rank) + FLOOR_S:
             return []
         return [self._verdict(rank, True)]
 
     def _reference(self, rank: int) -> float:
         """A fast step of the other ranks: the median of their minima."""
-        return median(min(recent) for one, recent in enumerate(self._recent) if one != rank)
+        windows = self._measurements.windows()
+        return median(min(recent) for one, recent in enumerate(windows) if one != rank)
 
     def _verdict(self, rank: int, slow: bool) -> StragglerVerdict:
         self.slow ^= {rank}
-        return StragglerVerdict(rank, slow, median(self._recent[rank]) / self._reference(rank))
+        return StragglerVerdict(rank, slow, median(self._measurements.windows()[rank]) / self._reference(rank))
 
 
 MAX_PAUSE = 512
@@ -112,7 +155,7 @@ class LoadBalancer:
         self._strategy = strategy
         self._plan = plan
         self._size = size
-        self._recent: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._measurements = Measurements(size)
         self._stragglers = StragglerDetector(size, oversubscription)
         self._verdicts: list[StragglerVerdict] = []
         self._steps = 0
@@ -122,15 +165,17 @@ class LoadBalancer:
         """Called after every step with the total's tail; returns the plan for the next steps if it should change."""
         if self._size > MAX_SPEEDS:
             return None
-        measured = [float(tail[SPEED + rank]) for rank in range(self._size)]
+        measured = tail[SPEED : SPEED + self._size].tolist()
         self._verdicts = self._stragglers.observe(measured)
-        for recent, seconds in zip(self._recent, measured, strict=True):
-            if seconds > 0:
-                recent.append(seconds)
+        self._measurements.add(measured)
         self._steps += 1
-        if self._steps < self._next_change or not all(len(recent) == WINDOW for recent in self._recent):
+        if self._steps < self._next_change:
             return None
-        seconds_each = [median(recent) for recent in self._recent]
+        windows = self._measurements.windows()
+        if not all(len(recent) == WINDOW for recent in windows):
+            return None
+        self._next_change = self._steps + WINDOW  # if nothing changes, the next look is at new measurements
+        seconds_each = [median(recent) for recent in windows]
         if not self._can_improve(seconds_each):
             return None
         plan = self._strategy.plan(self._size, self._plan.num_microbatches, [1 / one for one in seconds_each])
@@ -139,9 +184,9 @@ class LoadBalancer:
         self._plan = plan
         self._next_change = self._steps + self._pause
         self._pause = min(2 * self._pause, MAX_PAUSE)
-        for rank, recent in enumerate(self._recent):
+        for rank in range(self._size):
             if plan.computed_by(rank, 0):
-                recent.clear()
+                self._measurements.clear(rank)
             else:  # a rank without shards keeps its last measurements until it gets shards again
                 self._verdicts += self._stragglers.drop_rank(rank)
         return plan

@@ -1,7 +1,8 @@
-"""Profiles one rank: seconds spent in compute, communication and waiting, and a trace of the first steps.
+"""Profiles one rank: seconds spent in compute, communication and waiting, and a trace of some steps.
 
 ``PlanExecutor`` and ``RuleExecutor`` record every instruction they run. The trainer sets ``tracing`` for the first
-steps only, and emits the result when the job ends.
+steps, and emits the result when the job ends. ``LiveActivity`` reads the sums while the job runs, and sets ``tracing``
+for a few steps when a client asks for a trace.
 """
 
 from __future__ import annotations
@@ -9,37 +10,64 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from hoop.plan.instructions import CATEGORY, COMMUNICATE, COMPUTE, IDLE, SHARE, Instruction
+from hoop.plan.instructions import CATEGORY, COMMUNICATE, COMPUTE, IDLE, OTHER, SHARE, Instruction
 
 
 @dataclass
 class InstructionProfiler:
     """Accumulates the time of one rank. All times are in seconds, from ``now``."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, COMMUNICATE: 0.0, IDLE: 0.0})
-    """Total time by kind of work."""
+    category_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SHARE, 0.0))
+    """Total time by category. The keys never change: another thread may read it at any time."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(instruction, category, start, seconds) of every traced instruction."""
     tracing: bool = False
     """Append to ``spans``."""
     instructions: int = 0
     """Number of instructions executed."""
+    last_end: float = 0.0
+    """When the last recorded work ended."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Total time by kind of work: compute, communicate and idle."""
+        found = {COMPUTE: 0.0, COMMUNICATE: 0.0, IDLE: 0.0}
+        for category, seconds in self.category_seconds.items():
+            found[SHARE[category]] += seconds
+        return found
 
     def record(self, instruction: Instruction, started: float, ended: float, waited: float = 0.0) -> None:
         """Record an executed instruction. ``waited`` seconds of it count as idle time."""
         category = CATEGORY[instruction.kind]
-        self.seconds[SHARE[category]] += ended - started - waited
-        self.seconds[IDLE] += waited
+        self.category_seconds[category] += ended - started - waited
+        self.category_seconds["wait"] += waited
         self.instructions += 1
+        self.last_end = ended
         if self.tracing:
             if waited:
                 self.spans.append(("wait", "wait", started, waited))
             self.spans.append((str(instruction), category, started + waited, ended - started - waited))
 
+    def record_overhead(self) -> None:
+        """Trace the time since the last recorded work: what the training loop does between two steps."""
+        self._trace_overhead(now())
+
+    def record_other(self, name: str, started: float) -> None:
+        """Trace work that is no instruction, from ``started`` until now: an evaluation or a snapshot."""
+        self._trace_overhead(started)
+        self.last_end = now()
+        if self.tracing:
+            self.spans.append((name, OTHER, started, self.last_end - started))
+
+    def _trace_overhead(self, ended: float) -> None:
+        if self.tracing and self.last_end:
+            self.spans.append(("between steps", OTHER, self.last_end, ended - self.last_end))
+        self.last_end = ended
+
     def record_deferred(self, instruction: Instruction, started: float, ended: float) -> None:
         """Record deferred work of an instruction. In the trace it replaces the instruction's last span."""
         category = CATEGORY[instruction.kind]
-        self.seconds[SHARE[category]] += ended - started
+        self.category_seconds[category] += ended - started
         if self.tracing:
             name = str(instruction)
             at = max((index for index, span in enumerate(self.spans) if span[0] == name), default=None)
@@ -49,7 +77,8 @@ class InstructionProfiler:
 
     def prepend(self, earlier: InstructionProfiler) -> None:
         """Put the records of an earlier profiler of this rank before the records of this one."""
-        self.seconds = {share: seconds + earlier.seconds[share] for share, seconds in self.seconds.items()}
+        for category, seconds in earlier.category_seconds.items():
+            self.category_seconds[category] += seconds
         self.spans = earlier.spans + self.spans
         self.instructions += earlier.instructions
 
@@ -62,7 +91,7 @@ class InstructionProfiler:
         self._record_span(str(message), "recv", started, ended)
 
     def _record_span(self, name: str, category: str, started: float, ended: float) -> None:
-        self.seconds[SHARE[category]] += ended - started
+        self.category_seconds[category] += ended - started
         if self.tracing:
             self.spans.append((name, category, started, ended - started))
 

@@ -49,6 +49,7 @@ from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
+from hoop.strategies.data_parallel import for_hosts
 from hoop.strategies.memory_fit import MIB, Fit, advice, enough_memory, fit, fitting_strategies, gpu_bytes
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
@@ -154,7 +155,7 @@ def prepare(
     if isinstance(job.loss, CustomLoss):
         return _prepare_custom(context, settings, job, data, vectors, model, accelerator)
     blocks = blocks_of(model)
-    strategy = parse(settings.strategy)
+    strategy = for_hosts(parse(settings.strategy), context.hosts)
     if resharding:
         strategy, plan = plan_for_devices(strategy, context.size, settings.num_microbatches, len(blocks))
         if settings.cut and len(settings.cut) != plan.stages - 1:
@@ -210,7 +211,7 @@ def _prepare_custom(
     accelerator: Accelerator | None,
 ) -> TrainingSetup:
     """Collective. Sets up custom training (``engine/custom``). Its blocks are not measured, and it is not predicted."""
-    loss, strategy = job.loss, parse(settings.strategy)
+    loss, strategy = job.loss, for_hosts(parse(settings.strategy), context.hosts)
     assert isinstance(loss, CustomLoss)
     check_strategy(strategy)
     plan = strategy.plan(context.size, settings.num_microbatches)

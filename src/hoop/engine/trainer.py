@@ -38,6 +38,7 @@ from hoop.engine.fault_tolerance.local_persistence import InPlaceState, load_fro
 from hoop.engine.fault_tolerance.manager import ShardedStateManager
 from hoop.engine.fault_tolerance.recovery import RECOVERABLE, plan_rest_of_step, synchronize_replicas
 from hoop.engine.job import Job, build_model
+from hoop.engine.live_activity import LiveActivity
 from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.numeric_probe import rank_environment
@@ -56,6 +57,7 @@ from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import check_reachable
 from hoop.strategies.catalog import parse
+from hoop.strategies.data_parallel import for_hosts
 
 log = logging.getLogger("hoop.engine")
 TAKE_OVER_TIMEOUT_S = 30.0
@@ -168,6 +170,7 @@ class Trainer:
                 arena_shards=self._late_join.arena_shards,
             )
         )
+        self._activity = LiveActivity()
         self._opened: PlanExecutor | None = None
         """``executor``, once there is one: a device that joins may get it in its first recovery."""
         self._setup_error: PeerError | None = None
@@ -219,6 +222,8 @@ class Trainer:
     def _use_setup(self, setup: TrainingSetup) -> None:
         self._setup, self.executor, self._role = setup, setup.executor, setup.role
         self._opened = setup.executor
+        self._activity.attach(setup.executor)
+        self._context.publish_activity(self._activity)
         self._role.attach_provenance(self._provenance)
         self._balancer = load_balancer_for(
             setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
@@ -279,7 +284,7 @@ class Trainer:
         if self._sharded is not None:
             self._sharded.ensure_replicated(self._context)
             self._sharded.begin_steps()
-        executor.profiler.tracing = self._done - self._first_step < self._settings.trace_steps
+        self._activity.begin_step(self._done - self._first_step < self._settings.trace_steps)
         began = time.perf_counter()
         works = self._schedule.next_steps(self._done, self._role.stride)
         losses = self._role.advance(works, self._should_stop())
@@ -290,6 +295,7 @@ class Trainer:
             agreed = self._sharded.commit(self._context, self._should_stop(), done, len(works), known)
             self._stopped, losses = agreed
         self._done = done
+        self._activity.end_step(done, len(works))
         self._after_steps(losses, began)
         if self._reassignment_agreed and not self._stopped:
             self._reassign()
@@ -337,12 +343,14 @@ class Trainer:
     def _evaluate(self, epoch: int) -> None:
         """Collective. Evaluates the model; all ranks stop together if early stopping says so."""
         accuracy: float | None
+        began = time.perf_counter()
         if isinstance(self._role, CustomRole):
             found = evaluate_custom(self.executor, self._role.state, structured(self._data.test))
             loss, accuracy, metrics = found
         else:
             loss, accuracy = evaluate(self.executor, self._data.test)
             metrics = {}
+        self.executor.profiler.record_other("evaluate", began)
         last, watching = self._progress.evaluation, self._early_stopping
         before = last.before if last.steps == self._done else last.watch
         watch = watching.next(before, watching.value(loss, accuracy, metrics))
@@ -370,6 +378,7 @@ class Trainer:
             self._sharded.synchronize(self._context, False, self._done)
 
     def _snapshot(self, final: bool) -> None:
+        began = time.perf_counter()
         role, reshard_count = self._role, self._sharded.reshard_count if self._sharded is not None else 0
         tensors = role.checkpoint_tensors(self._setup.model)
         self._snapshots.publish(
@@ -381,6 +390,7 @@ class Trainer:
             reshard_count,
             self._progress.evaluation.to_row() if self._role.evaluates else (),
         )
+        self.executor.profiler.record_other("snapshot", began)
 
     # ---- membership changes
 
@@ -494,7 +504,8 @@ class Trainer:
         self._epoch_end = plan.epoch_end
         if not planned:
             executor.stage_states[0].rotate_total_buffer()
-        usual = self._setup.strategy.plan(context.size, settings.num_microbatches)
+        strategy = for_hosts(self._setup.strategy, context.hosts)
+        usual = strategy.plan(context.size, settings.num_microbatches)
         executor.switch_plan(usual)
         if self._epoch_end_due():
             self._process_epoch_end()
@@ -509,7 +520,7 @@ class Trainer:
             executor.step(work.position, work.samples, self._should_stop(), kept[context.rank])
             self._count_finished_step()
             executor.switch_plan(usual)
-        self._balancer = load_balancer_for(self._setup.strategy, usual, settings.balance, context.oversubscription)
+        self._balancer = load_balancer_for(strategy, usual, settings.balance, context.oversubscription)
 
     def _forget_state(self) -> None:
         """Called before this rank's state, which is stale, is overwritten."""
@@ -527,6 +538,8 @@ class Trainer:
 
     def close(self) -> None:
         """Frees the arena's memory, except the last snapshots, which a client may still read, and the model."""
+        self._context.publish_activity(None)
+        self._activity.attach(None)
         if self._opened is not None:
             self._role.close()
             self._opened.close()

@@ -1,4 +1,5 @@
-"""Experiments: ``chaos`` (training under random faults), ``papers`` (five studies), ``bench`` (beside Gloo and MPI).
+"""Experiments: ``chaos`` (training under random faults), ``papers`` (five studies), ``bench`` (beside Gloo and MPI);
+``demo`` (a cluster to disturb from its dashboard).
 
 May import: every room above it.
 """
@@ -7,7 +8,9 @@ PUBLIC = (
     "bench.contest",
     "bench.links",
     "chaos.campaign",
+    "chaos.processes",
     "chaos.run",
+    "demo",
     "papers.catalog",
     "papers.experiment",
 )

@@ -12,6 +12,7 @@ calling thread must have a current CUDA context.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hoop.errors import HoopError
@@ -20,6 +21,8 @@ from hoop.memory.gpu_driver import HANDLE_BYTES, IpcHandle, call_driver
 _BUFFER_ID = 7
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
+_WAIT_VALUE, _WRITE_VALUE = 1, 2
+_MASK = 0xFFFFFFFF
 
 
 class Allocation(NamedTuple):
@@ -63,14 +66,38 @@ def open_handle(handle: bytes) -> int:
     return pointer.value
 
 
-def write_when_reached(stream: int, address: int, value: int) -> None:
-    """Let a stream write a 32-bit number when everything before it is done and visible to other processes."""
-    call_driver("cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), 0)
+class _StreamOperation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams`` of the driver, for writing a 32-bit number and for waiting for one."""
+
+    _fields_ = [
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    ]
 
 
-def wait_until_written(stream: int, address: int, value: int) -> None:
-    """Let a stream wait until a 32-bit number is at least ``value`` (cyclically: their difference, as signed)."""
-    call_driver("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), 0)
+class StreamMeeting:
+    """Lets streams of several processes meet: a stream goes on when all of them have come.
+
+    Each process writes the number of the meeting to its flag in the memory of every other one, and waits until all
+    flags in its own memory have reached it (cyclically: their difference to it, as signed, is not negative).
+    """
+
+    def __init__(self, peer_flags: Sequence[int], own_flags: Sequence[int]) -> None:
+        """Addresses of 32-bit flags: of this process in the memory of the others, and of the others here."""
+        operations = [_StreamOperation(_WRITE_VALUE, address) for address in peer_flags]
+        operations += [_StreamOperation(_WAIT_VALUE, address) for address in own_flags]
+        self._operations = (_StreamOperation * len(operations))(*operations)
+        self._count = ctypes.c_uint(len(operations))
+
+    def __call__(self, stream: int, number: int) -> None:
+        """Does not wait. What the stream did before is visible to the other processes when they go on."""
+        for one in self._operations:
+            one.value = number & _MASK
+        call_driver("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), self._count, self._operations, ctypes.c_uint(0))
 
 
 def fill_at_once(address: int, value: int, count: int) -> None:

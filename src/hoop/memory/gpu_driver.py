@@ -51,7 +51,11 @@ def _driver() -> ctypes.CDLL:
 def call_driver(name: str, *arguments: object) -> None:
     """Call a function of the driver; raises with its name and the driver's text."""
     driver = _driver()
-    code = getattr(driver, name)(*arguments)
+    try:
+        function = getattr(driver, name)
+    except AttributeError:
+        raise FailedPrecondition(f"CUDA: the driver has no {name}; install one of CUDA 12 or later") from None
+    code = function(*arguments)
     if code == 0:
         return
     text = ctypes.c_char_p()

@@ -128,6 +128,8 @@ class Instruction(NamedTuple):
 
 
 COMPUTE, COMMUNICATE, IDLE = "compute", "communicate", "idle"
+OTHER = "other"
+"""Category of traced work that is no instruction: evaluations, snapshots, and the training loop between two steps."""
 CATEGORY = {
     InstructionKind.LOAD: "load",
     InstructionKind.FORWARD: "forward",

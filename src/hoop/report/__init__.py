@@ -7,14 +7,13 @@ PUBLIC = (
     "chart",
     "metrics",
     "page",
+    "page_files",
     "run_events",
     "run_report",
     "spans",
     "strict_json",
     "tables",
     "tensorboard",
-    "timeline",
     "trace",
-    "training",
 )
 """Modules that other rooms may import."""

@@ -1,81 +1,150 @@
-"""A chart: a title and one or more panels above each other, as an SVG picture.
+"""Charts as data: what a chart shows, without a drawing library.
 
-┌─ title ───────────────────────┐
-│  subtitle                     │
-│  label   ── one  ── another   │   each panel: its name, its legend, its lines or bars
-│  ┌─────────────────────────┐  │
-│  └─────────────────────────┘  │
-│  label                        │   panels of lines share the horizontal axis
-│  ┌─────────────────────────┐  │
-│  └─────────────────────────┘  │
-└───────────── x ───────────────┘
+Studies, ``hoop bench``, ``simulate`` and ``plan`` describe their charts with these classes. ``components.draw`` makes
+interactive figures of them where Bokeh is installed; ``Chart.plain`` has the same values as JSON everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from hoop.report.bars import Bars
-from hoop.report.lines import ChartLine, Lines, smoothed
-from hoop.report.panel import ROW, Area, Panel, heading, heading_rows
-from hoop.report.scale import Kind, Scale, scale
-from hoop.report.svg import LARGE, NORMAL, document, shortened, text, width_of
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Bars", "Chart", "ChartLine", "Lines", "smoothed"]
+from hoop.errors import InvalidArgument
+from hoop.report.spans import Span
 
-_MARGIN = 20.0
+Kind = Literal["linear", "log"]
+MAX_SPANS = 20_000
+"""Spans of a timeline: about 1 MB of a page, and a browser still zooms smoothly."""
+IDLE, OTHER = "idle", "other"
+"""Kinds of a time split besides those of spans: waiting, and what is none of the named kinds."""
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ChartLine:
+    """One line. A point that is not finite is a gap. ``dashed``: predicted instead of measured."""
+
+    name: str
+    x: ArrayLike
+    y: ArrayLike
+    dashed: bool = False
+
+    def __post_init__(self) -> None:
+        if np.size(self.x) != np.size(self.y):
+            raise InvalidArgument(f"line {self.name!r}: {np.size(self.x)} x and {np.size(self.y)} y; give one for each")
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over one horizontal axis. ``label``: the quantity with its unit; ``rules``: named reference levels."""
+
+    label: str
+    lines: Sequence[ChartLine]
+    kind: Kind = "linear"
+    rules: Mapping[str, float] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        lines = [{"name": one.name, "x": numbers(one.x), "y": numbers(one.y)} for one in self.lines]
+        return {"label": self.label, "scale": self.kind, "lines": lines, "rules": dict(self.rules)}
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Values by series and group: a row of bars a group. A value that is not finite has no bar."""
+
+    label: str
+    groups: Sequence[str]
+    values: Mapping[str, Sequence[float]]
+    kind: Kind = "linear"
+    rules: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in self.values.items():
+            if len(values) != len(self.groups):
+                raise InvalidArgument(
+                    f"bars {name!r}: {len(values)} values for {len(self.groups)} groups; give one for each"
+                )
+
+    def plain(self) -> dict[str, Any]:
+        values = {name: numbers(one) for name, one in self.values.items()}
+        return {
+            "label": self.label,
+            "scale": self.kind,
+            "groups": list(self.groups),
+            "values": values,
+            "rules": dict(self.rules),
+        }
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Stacked bars: how each row (a device, a strategy) spends its time. ``rows``: ``device``, a number a kind."""
+
+    label: str
+    rows: Sequence[Mapping[str, Any]]
+    kinds: Sequence[str]
+
+    def plain(self) -> dict[str, Any]:
+        return {"label": self.label, "rows": [dict(row) for row in self.rows]}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What each device does when. ``shown_ms``: the time that is visible at first, by default all."""
+
+    spans: Sequence[Span]
+    shown_ms: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Without the spans: a trace file has them."""
+        return {"spans": len(self.spans)}
+
+
+Panel = Lines | Bars | TimeSplit | Timeline
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart; ``svg`` renders it."""
+    """A title, and one or more panels below each other; panels of lines share their horizontal axis.
 
+    ``name``: of the chart in its page and of the file when it is exported.
+    """
+
+    name: str
     title: str
-    panels: Sequence[Lines | Bars]
+    panels: Sequence[Panel]
     x_label: str = ""
     x_kind: Kind = "linear"
     subtitle: str = ""
-    width: float = 760.0
-    panel_height: float = 210.0
 
-    def svg(self) -> str:
-        panels: Sequence[Panel] = self.panels
-        colours = {name: index for index, name in enumerate(dict.fromkeys(n for p in panels for n in p.names()))}
-        horizontal = self._horizontal()
-        labels = [words for panel in panels for words in panel.vertical().labels()]
-        left = _MARGIN + max(map(width_of, labels), default=0) + 10
-        width = self.width - left - _MARGIN
-        parts = [
-            text(
-                _MARGIN,
-                34,
-                shortened(self.title, self.width - 2 * _MARGIN, LARGE),
-                class_="ink",
-                size=LARGE,
-                weight=600,
-            )
-        ]
-        y = 34.0
-        if self.subtitle:
-            y += 20
-            parts.append(text(_MARGIN, y, shortened(self.subtitle, self.width - 2 * _MARGIN, NORMAL), size=NORMAL))
-        for index, panel in enumerate(panels):
-            keys = panel.keys(colours)
-            y += 42 + ROW * (len(heading_rows(panel.label, list(keys), self.width - 2 * _MARGIN)) - 1)
-            area = Area(left, y, width, self.panel_height)
-            shares_axis = index + 1 < len(panels) and isinstance(self.panels[index + 1], Lines)
-            is_last = isinstance(panel, Lines) and not shares_axis
-            parts += heading(area, _MARGIN, panel.label, keys)
-            parts += panel.draw(area, horizontal, colours, is_last)
-            y = area.bottom + panel.foot(width)
-            if is_last:
-                y += 22
-                if self.x_label:
-                    y += 16
-                    parts.append(text(left + width / 2, y, self.x_label, class_="ink", size=NORMAL, anchor="middle"))
-        return document(self.title, self.width, y + 18, parts)
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]+", self.name):
+            raise InvalidArgument(f"chart: its name {self.name!r} becomes a file's; use letters, digits, - and _")
 
-    def _horizontal(self) -> Scale:
-        values = [line.x for panel in self.panels if isinstance(panel, Lines) for line in panel.lines]
-        return scale(values, self.x_kind, about=8, tight=True, own=True)
+    def plain(self) -> dict[str, Any]:
+        """Every value of the chart, as JSON values; a value that is not finite is None."""
+        about = {"name": self.name, "title": self.title, "subtitle": self.subtitle}
+        axis = {"x_label": self.x_label, "x_scale": self.x_kind}
+        return {**about, **axis, "panels": [panel.plain() for panel in self.panels]}
+
+
+def numbers(values: ArrayLike) -> list[float | None]:
+    """The values as JSON numbers; None for one that is not finite."""
+    return [float(value) if np.isfinite(value) else None for value in np.asarray(values, np.float64).ravel()]
+
+
+def smoothed(values: ArrayLike, window: int) -> Floats:
+    """Moving average over ``window`` values, fewer at the ends; gaps stay gaps."""
+    array = np.asarray(values, np.float64).ravel()
+    known = np.isfinite(array)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, array, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    places, reach = np.arange(len(array)), max(window, 1) // 2
+    first, last = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(array))
+    total, count = sums[last] - sums[first], counts[last] - counts[first]
+    return np.where(known, total / np.maximum(count, 1), np.nan)

@@ -1,8 +1,7 @@
-"""The colours of every picture, with a light and a dark theme.
+"""The colours of every chart and page, with a light and a dark theme.
 
 The six colours are distinguishable with any kind of colour blindness and have a contrast of at least 3:1 against the
-background; a test measures both. Lines also differ in marker and dash. Pictures use CSS classes, never colours; this
-module defines the classes for both themes.
+background; a test measures both. Lines also differ in marker and dash.
 """
 
 from __future__ import annotations
@@ -38,29 +37,15 @@ DARK = Theme(
     colours=("#8cc8ff", "#f2703a", "#3ddc97", "#cf66a8", "#f5dd5c", "#8a70e6"),
 )
 
-COLOURS = len(LIGHT.colours)
-
 KINDS = {"forward": 0, "backward": 1, "update": 2, "communicate": 3, "load": 4, "compute": 5}
 """The colour of each kind of span; ``send``, ``recv``, ``reduce``, ``push``, ``pull`` are communication too."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
-def _rules(theme: Theme) -> str:
-    rules = [
-        f".paper{{fill:{theme.paper}}}",
-        f".ink{{fill:{theme.ink}}}",
-        f".soft{{fill:{theme.soft}}}",
-        f".grid{{stroke:{theme.grid}}}",
-        f".axis{{stroke:{theme.soft}}}",
-        f".idle{{fill:{theme.idle}}}",
-        f".halo{{stroke:{theme.paper}}}",
-        f".onbar{{fill:{theme.paper}}}",
-    ]
-    for index, colour in enumerate(theme.colours):
-        rules.append(f".f{index}{{fill:{colour}}}.l{index}{{stroke:{colour};fill:none}}")
-    return "".join(f".hoop {rule}" for rule in "".join(rules).replace("}.", "}\n.").split("\n"))
-
-
-STYLE = f"{_rules(LIGHT)}@media (prefers-color-scheme:dark){{{_rules(DARK)}}}"
-"""The style sheet that every picture contains. The class ``hoop`` limits it to the picture when it is in a page."""
+def page_colours(theme: Theme) -> str:
+    """The CSS variables of a page in this theme."""
+    return (
+        f"--paper:{theme.paper};--ink:{theme.ink};--soft:{theme.soft};--line:{theme.grid};"
+        f"--shade:{theme.idle};--link:{theme.colours[0]}"
+    )

@@ -1,8 +1,7 @@
 """The report of a run: one HTML page with its charts, made from the files of a run folder (``--out``).
 
 ``RunRecorder.finish`` writes it as ``report.html``; ``hoop report`` makes it from any run folder, also of a run that
-was killed: a section whose file is missing or damaged says so. The page contains its scripts and its style, and its
-content security policy forbids the browser to load anything. Every text of the files is escaped.
+was killed: a section whose file is missing or damaged says so. Every text of the files is escaped.
 
 This module imports Bokeh: import it only where a report is written (``pip install 'hoop[dashboard]'``).
 """
@@ -12,25 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bokeh.embed import file_html
 from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
-from bokeh.resources import INLINE
-from jinja2 import Environment
-from markupsafe import Markup
 
 from hoop import job_events as ev
 from hoop.errors import FailedPrecondition, NotFound
 from hoop.files import write_text
 from hoop.report import strict_json
+from hoop.report.chart import IDLE, MAX_SPANS
 from hoop.report.components import (
-    IDLE,
-    MAX_SPANS,
-    THEME_SCRIPT,
     Mark,
     MarkKind,
     Series,
@@ -42,14 +34,13 @@ from hoop.report.components import (
     time_split,
     timeline,
 )
+from hoop.report.html_page import html_page
 from hoop.report.metrics import MetricsRow, read_metrics
-from hoop.report.page import page_colours
-from hoop.report.palette import DARK, FONT, LIGHT
+from hoop.report.page import Drawn, Facts, Page, Section
 from hoop.report.run_events import NAME as EVENTS
 from hoop.report.run_events import LoggedEvent, read_run_events
-from hoop.report.spans import COMPUTE, Span, by_track, shares, window
+from hoop.report.spans import COMPUTE, Span, by_track, kind_of, shares, window
 from hoop.report.tables import Column, Table
-from hoop.report.timeline import kind_of
 from hoop.report.trace import read_spans
 from hoop.texts import printable_json
 
@@ -59,7 +50,6 @@ MAX_TRACE_BYTES = 256 << 20
 MAX_FURTHER_METRICS = 6
 MAX_MARK_ROWS = 200
 """Marks in the table; the chart has all."""
-_TEMPLATE = "run_report.html"
 _NO_METRICS = ("step", "seconds", "epoch")
 _SPLITS = {"": "training", "train": "training, evaluated", "test": "test"}
 
@@ -296,6 +286,7 @@ class _Charts:
     figures: Sequence[tuple[figure, str]]
     missing: str
     """What the page says if there is none."""
+    tables: Sequence[Table] = ()
 
 
 def _charts(files: RunFiles, marks: Sequence[Mark]) -> list[_Charts]:
@@ -326,7 +317,12 @@ def _charts(files: RunFiles, marks: Sequence[Mark]) -> list[_Charts]:
     unfinished = "is written when a run ends"
     return [
         _Charts("Curves", shown, f"No step was reported: {METRICS} is missing or empty."),
-        _Charts("Faults, recoveries and other marks", marked, f"Nothing is noted in {EVENTS} or {LEDGER}."),
+        _Charts(
+            "Faults, recoveries and other marks",
+            marked,
+            f"Nothing is noted in {EVENTS} or {LEDGER}.",
+            [_marks_table(marks)] if marks else [],
+        ),
         _Charts("Where the time went", split, f"Not known: {RESULT} {unfinished}."),
         _Charts("Timeline", lines, f"Not known: {TRACE} {unfinished}, and has no instructions with trace_steps=0."),
     ]
@@ -375,6 +371,7 @@ def _summary(files: RunFiles, marks: Sequence[Mark]) -> dict[str, str]:
             facts[label] = form(value)
     longest = f", longest pause {duration(max(pauses))}" if pauses else ""
     facts["Recoveries"] = f"{recovered}{longest}"
+    facts["Weights (sha256)"] = result.get("weights_sha256") or None
     return {name: str(value) for name, value in facts.items() if value is not None}
 
 
@@ -418,42 +415,26 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 # ---- the page
 
 
-def run_report(folder: Path) -> str:
-    """The report of a run folder, as HTML. NotFound if the folder has none of a run's files."""
+def run_page(folder: Path) -> Page:
+    """The report of a run folder. NotFound if the folder has none of a run's files."""
     files = RunFiles.read(folder)
     marks = marks_of(files)
-    sections = _charts(files, marks)
-    figures = [one for section in sections for one, _ in section.figures]
-    for index, one in enumerate(figures):
-        one.name = f"chart{index}"
-    names = iter([one.name for one in figures])
-    shown = [
-        {
-            "heading": section.heading,
-            "missing": section.missing,
-            "charts": [{"root": next(names), "text": text} for _, text in section.figures],
-            "table": Markup(_marks_table(marks).html()) if marks and section is sections[1] else "",  # noqa: S704
-        }
-        for section in sections
-    ]
+    sections = []
+    for section in _charts(files, marks):
+        name = section.heading.split(",")[0].lower().replace(" ", "-")
+        drawn = [Drawn(f"{name}-{index}", one, text) for index, (one, text) in enumerate(section.figures, start=1)]
+        sections.append(Section(section.heading, [*drawn, *section.tables] if drawn else [section.missing]))
+    environment, settings = _environment(files), dict(_flat(files.config))
+    absent = f"Not known: {EVENTS} has no start of the training.", f"Not known: {CONFIG} is missing or damaged."
+    sections.append(Section("Environment", [Facts(environment) if environment else absent[0]]))
+    sections.append(Section("Settings", [Facts(settings) if settings else absent[1]]))
     job = str(files.result.get("job", files.config.get("job", folder.resolve().name)))
-    variables = {
-        "heading": job,
-        "summary": _summary(files, marks),
-        "weights": str(files.result.get("weights_sha256") or ""),
-        "sections": shown,
-        "environment": _environment(files),
-        "settings": dict(_flat(files.config)),
-        "problems": list(files.problems),
-        "style": Markup(_style()),  # noqa: S704 - colours and fonts of this package
-        "script": Markup(THEME_SCRIPT),  # noqa: S704
-    }
-    text = resources.files("hoop.report").joinpath(_TEMPLATE).read_text("utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    title = f"{job}: report of a run"
-    if not figures:  # Bokeh makes no page without a figure
-        return template.render({**variables, "title": title, "bokeh_js": "", "bokeh_css": "", "plot_script": ""})
-    return str(file_html(figures, INLINE, title, template=template, template_variables=variables))
+    return Page(f"{job}: report of a run", sections, facts=_summary(files, marks), notes=files.problems)
+
+
+def run_report(folder: Path) -> str:
+    """The report of a run folder, as HTML."""
+    return html_page(run_page(folder))
 
 
 def write_run_report(folder: Path, to: Path | None = None) -> Path:
@@ -461,12 +442,3 @@ def write_run_report(folder: Path, to: Path | None = None) -> Path:
     path = folder / NAME if to is None else to
     write_text(path, run_report(folder))
     return path
-
-
-def _style() -> str:
-    light, dark = page_colours(LIGHT), page_colours(DARK)
-    return (
-        f":root{{color-scheme:light;{light}}}:root[data-theme=dark]{{color-scheme:dark;{dark}}}"
-        f"@media (prefers-color-scheme:dark){{:root:not([data-theme]){{color-scheme:dark;{dark}}}}}"
-        f"body{{font:16px/1.55 {FONT}}}"
-    )

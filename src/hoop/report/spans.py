@@ -40,6 +40,13 @@ class Shares(NamedTuple):
     idle: float
 
 
+def kind_of(category: str) -> str | None:
+    """The kind that determines the colour of a span; None is idle."""
+    if category in COMMUNICATE:
+        return "communicate"
+    return category if category in COMPUTE else None
+
+
 def by_track(spans: Iterable[Span]) -> dict[str, list[Span]]:
     """Spans by track, in natural order: ``device 2`` before ``device 10``."""
     found: dict[str, list[Span]] = {}

@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import rich.table
@@ -17,9 +19,14 @@ import rich.text
 
 from hoop.errors import InvalidArgument
 from hoop.report import strict_json
-from hoop.report.svg import clean
 
 MISSING = "–"
+_FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: object) -> str:
+    """Escape a text for HTML, and remove the control characters that a page cannot have."""
+    return escape(_FORBIDDEN.sub("", str(text)))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A training run: ``hoop.train``, following a job, recording it, checkpoints, ledger and audit, prediction, export.
 
-May import: memory wire membership client schedulers servers data plan strategies engine simulate report launch.
+May import: memory native wire membership client schedulers servers data plan strategies engine simulate report launch.
 """
 
 PUBLIC = (
@@ -8,6 +8,7 @@ PUBLIC = (
     "audit",
     "callbacks",
     "checkpoint_store",
+    "device_count",
     "doctor",
     "elastic",
     "export",

@@ -19,8 +19,9 @@ from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
+from hoop.runs.device_count import DEFAULT_DEVICES, default_device_count
 from hoop.runs.result import Result
-from hoop.runs.training import DEFAULT_DEVICES, DEFAULT_MEMORY, Launch, Training
+from hoop.runs.training import DEFAULT_MEMORY, Launch, Training
 from hoop.topology import Addresses, DeviceRange
 
 if TYPE_CHECKING:
@@ -45,11 +46,17 @@ class StrategyLike(Protocol):
 class _Place:
     """Where a run trains: on this machine, on a Ray cluster, or on a cluster of Hoop that is up."""
 
-    devices: DeviceRange
+    devices: DeviceRange | None
+    """None: none is stated."""
     ray: Ray | None = None
     coordinator: Addresses | None = None
     credentials: Credentials | None = None
     """For the cluster at ``coordinator``; None: those of the environment."""
+
+    @property
+    def first(self) -> int:
+        """Devices that the run begins with, as far as checks need to know before it begins."""
+        return self.devices.first if self.devices is not None else DEFAULT_DEVICES
 
     @property
     def is_here(self) -> bool:
@@ -59,7 +66,7 @@ class _Place:
 
 def _checked_place(on: Any, devices: Any, token: str | None, tls: str | os.PathLike[str] | None) -> _Place:
     """``on``: None, a ``hoop.Ray``, or the address of a coordinator."""
-    count = DeviceRange.parse(DEFAULT_DEVICES if devices is None else devices)
+    count = DeviceRange.parse(devices) if devices is not None else None
     if isinstance(on, str):
         from hoop.wire.auth import find_credentials
         from hoop.wire.roles import Role
@@ -78,7 +85,7 @@ def _checked_place(on: Any, devices: Any, token: str | None, tls: str | os.PathL
             f"on: {on!r:.80} is neither the address of a coordinator, such as '10.0.0.1:4021', nor a "
             "hoop.Ray(devices=…)"
         )
-    ray = on.with_range(count)
+    ray = on.with_range(count or DeviceRange(DEFAULT_DEVICES))
     return _Place(ray.range, ray)
 
 
@@ -186,7 +193,7 @@ def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
         trial = partial(_try_parts, job, settings, model, samples)
         call_in_child(trial, settings.timeout_s) if place.is_here else trial()
     StepSchedule(settings, samples)  # raises if there is no step
-    check_faults(settings, place.devices.first, samples)
+    check_faults(settings, place.first, samples)
     return job
 
 
@@ -200,7 +207,7 @@ def _launch(settings: Settings, place: _Place, memory: int | str, folder: Path |
         raise FailedPrecondition(f"out: {folder} holds a run; go on with it by resume=True, or name another")
     launch = Launch(
         settings,
-        place.devices.first,
+        place.first,
         parse_size(memory, "memory"),
         folder,
         coordinator=place.coordinator,
@@ -259,10 +266,11 @@ def train(
     ``parameter_groups``, that returns any ``torch.optim.Optimizer``; ``lr_scheduler`` is a function of the optimizer,
     which steps every step or epoch (``scheduler_interval``). ``ema`` averages the weights (``result.average``).
 
-    ``devices`` is a number, 4 by default, or a range, ``"4:16"`` or ``(4, 16)``: training begins when 4 are ready, and
-    takes in the others as they come. ``on="HOST:PORT"`` trains on the cluster whose coordinator is there, with
-    ``token`` or ``tls`` (a folder of ``hoop certs``); its devices load the job by name, so ``model`` is one, for
-    example ``"my_job.py:job"``. ``on=hoop.Ray(devices=8)`` trains on actors of a Ray cluster.
+    ``devices`` is a number, by default one for each GPU or else each core, or a range, ``"4:16"`` or
+    ``(4, 16)``: training begins when 4 are ready, and takes in the others as they come. ``on="HOST:PORT"`` trains on
+    the cluster whose coordinator is there, with ``token`` or ``tls`` (a folder of ``hoop certs``); its devices load the
+    job by name, so ``model`` is one, for example ``"my_job.py:job"``. ``on=hoop.Ray(devices=8)`` trains on actors of a
+    Ray cluster.
 
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
     there. ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event as a dict.
@@ -296,9 +304,11 @@ def train(
     )
     job, name = _job(model, data, parts, settings, place)
     _check_effective(job, settings)
-    limit = {"max_devices": place.devices.most} if place.devices.most else {}
+    limit = {"max_devices": place.devices.most} if place.devices is not None and place.devices.most else {}
     wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
-    check_replicas(wanted.replicas, place.devices.first)
+    if place.is_here and place.devices is None:
+        place = replace(place, devices=DeviceRange(default_device_count(wanted).devices))
+    check_replicas(wanted.replicas, place.first)
     named = isinstance(model, str)
     job = _tried(job, wanted, place, named)
     launch = _launch(wanted, place, memory, folder, resume)

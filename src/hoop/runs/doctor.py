@@ -26,6 +26,7 @@ from hoop.config import format_size
 from hoop.environment import ARITHMETIC, PROCESSOR, REMEDIES, describe, differing, versions
 from hoop.errors import HoopError
 from hoop.events import wall_clock
+from hoop.native import library
 from hoop.resources import SHARED_MEMORY, TRAINING, Footprint, Request, Resources, admission_error, measure_resources
 from hoop.texts import parse_json, printable
 from hoop.topology import Address, Addresses, PortRange
@@ -104,6 +105,7 @@ def examine_machine(options: MachineOptions, say: Say) -> Examination:
     facts = {"host": socket.gethostname(), **versions(), **_arithmetic()}
     checks.append(Check("processor", Verdict.OK, facts[PROCESSOR]))
     checks.append(_check_gpu())
+    checks.append(_check_native())
     if options.job:
         say(f"loading {options.job} and its data …")
         check, fingerprint = _check_job(options)
@@ -204,6 +206,10 @@ def _check_gpu() -> Check:
     built = f"PyTorch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "PyTorch is built without CUDA"
     remedy = "update the driver (nvidia-smi shows its version)" if torch.version.cuda else "install a CUDA build of it"
     return Check("GPU", Verdict.WARNING, f"{len(cards)}, and {built} that cannot use it", remedy)
+
+
+def _check_native() -> Check:
+    return Check("native core", Verdict.OK, library.status())
 
 
 def _check_job(options: MachineOptions) -> tuple[Check, str]:

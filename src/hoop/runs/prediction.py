@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hoop.engine.cost_probe import VECTOR_BYTES, available_cores, measure_communication, measure_costs, profile_blocks
+from hoop.engine.cost_probe import VECTOR_BYTES, measure_communication, measure_costs, profile_blocks
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import HoopError
 from hoop.job_events import JobEvent, Started, Steps
+from hoop.resources import available_cores
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
 from hoop.simulate.simulation import simulate
@@ -177,12 +178,12 @@ def measured_cluster(measured: MeasuredCosts, settings: Settings) -> Cluster:
     ranks: Sequence[int] = measured["hosts"]
     slow = [1 / one for one in settings.slowdown]
     speeds = [*slow, *[1.0] * len(ranks)][: len(ranks)]
-    available_cores = max(1, measured["cores"] // settings.threads_per_device)
+    cores = max(1, measured["cores"] // settings.threads_per_device)
     hosts = []
     for host in dict.fromkeys(ranks):
         mine = tuple(speed for speed, number in zip(speeds, ranks, strict=True) if number == host)
         gpus = measured["gpu"]["gpus"] if "gpu" in measured else None
-        hosts.append(Host(len(mine), available_cores, speeds=mine if slow else (), gpus=gpus))
+        hosts.append(Host(len(mine), cores, speeds=mine if slow else (), gpus=gpus))
     return Cluster(tuple(hosts), Link(1e9, 20e-6))
 
 

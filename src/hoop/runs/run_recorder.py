@@ -7,8 +7,6 @@
     events.jsonl         faults, recoveries, joins, checkpoints, warnings, with their times
     ledger.jsonl         provenance of each step, as the devices reported it
     trace.json           for Perfetto or chrome://tracing, a track a device
-    curve.svg            loss and accuracy
-    timeline.svg         instructions of each device in the first steps
     result.json          the summary
     report.html          all of it as one page that works offline, if Bokeh is installed
 
@@ -41,9 +39,7 @@ from hoop.report.run_events import NAME as EVENTS
 from hoop.report.run_events import RunEventLog
 from hoop.report.spans import Span
 from hoop.report.tensorboard import TensorBoardLog
-from hoop.report.timeline import TimelineChart
 from hoop.report.trace import Trace
-from hoop.report.training import training_chart
 from hoop.runs.checkpoint_store import FOLDER, CheckpointWriter, Snapshot, set_aside, step_of
 from hoop.runs.ledger import NAME, Ledger
 from hoop.texts import parse_json
@@ -253,7 +249,7 @@ class RunRecorder:
         return last if last is not None and step_of(last) == step else None
 
     def finish(self, result: Mapping[str, Any], accounts: Mapping[int, ev.Account]) -> None:
-        """Writes result, trace and pictures; the summary first, because it is the smallest. ``accounts``: by device."""
+        """Writes result, trace and report; the summary first, because it is the smallest. ``accounts``: by device."""
         spans = [
             Span(f"device {device}", name, category, start * 1e6, seconds * 1e6)
             for device, account in accounts.items()
@@ -261,7 +257,9 @@ class RunRecorder:
         ]
         try:
             write_text(self._out / "result.json", json.dumps(dict(result), indent=2) + "\n")
-            self._draw(result, accounts, spans)
+            with Trace() as trace:
+                trace.spans(spans)
+                trace.write(self._out / "trace.json", {"job": self._settings.job})
             self._write_report()
         except ResourceExhausted as error:
             self.warn(str(error))
@@ -280,19 +278,6 @@ class RunRecorder:
         except Exception as error:
             self.warn(f"report.html could not be written: {type(error).__name__}: {error}")
 
-    def _draw(self, result: Mapping[str, Any], accounts: Mapping[int, ev.Account], spans: Sequence[Span]) -> None:
-        with Trace() as trace:
-            trace.spans(spans)
-            trace.write(self._out / "trace.json", {"job": self._settings.job})
-        rows = read_metrics(self._out / _METRICS)
-        title = f"{self._settings.job}, {result['devices']} devices, {self._settings.strategy}"
-        write_text(self._out / "curve.svg", training_chart(rows, title).svg())
-        if spans:
-            first = min(span.start_us for span in spans)
-            # A few steps are enough to see the pattern.
-            shown = [span for span in spans if span.start_us < first + _few_steps(spans, len(accounts))]
-            write_text(self._out / "timeline.svg", TimelineChart(title, shown).svg())
-
     def close(self) -> None:
         """What was handed over to be written is written, if the disk takes it."""
         self._writer.flush(CLOSE_S)
@@ -301,12 +286,6 @@ class RunRecorder:
         self._metrics.close()
         self._event_log.close()
         self._board.close()
-
-
-def _few_steps(spans: Sequence[Span], devices: int) -> float:
-    updates = sorted(span.end_us for span in spans if span.category == "update")
-    last = updates[min(len(updates), 3 * devices) - 1] if updates else max(span.end_us for span in spans)
-    return float(last - min(span.start_us for span in spans))
 
 
 def saved_settings(out: Path) -> tuple[Settings, int]:

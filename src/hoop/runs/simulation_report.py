@@ -13,20 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hoop.errors import FailedPrecondition, NotFound
-from hoop.files import write_text
 from hoop.job_events import Started
+from hoop.plan.instructions import COMMUNICATE, COMPUTE, IDLE
+from hoop.report.chart import MAX_SPANS, OTHER, Bars, Chart, Timeline, TimeSplit
+from hoop.report.page import Block, Page, Section
 from hoop.report.spans import Span
 from hoop.report.tables import Column, Table
-from hoop.report.timeline import TimelineChart
 from hoop.report.trace import Trace
 from hoop.simulate import cost_model
 from hoop.simulate.cost_model import Costs, Machine, read_costs
-from hoop.simulate.result import SimulationResult
+from hoop.simulate.result import RankAccount, SimulationResult
 
 if TYPE_CHECKING:
     from hoop.engine.settings import Settings
+    from hoop.simulate.search import Candidate
 
 MIB = 1024 * 1024
+_KINDS = (COMPUTE, COMMUNICATE, OTHER, IDLE)
+_KINDS_TEXT = "other: what a step costs besides its instructions"
 
 
 def costs_of(job: str, file: Path | None) -> Costs:
@@ -112,16 +116,93 @@ def spans_of(outcome: SimulationResult) -> list[Span]:
     ]
 
 
-def write_outcome(outcome: SimulationResult, out: Path, job: str) -> list[Path]:
-    """Writes a timeline and a trace, named after the strategy; nothing if the simulation kept no spans."""
-    spans = spans_of(outcome)
-    if not spans:
+def write_trace(outcome: SimulationResult, out: Path, job: str) -> list[Path]:
+    """Writes a trace, named after the strategy; nothing if the simulation kept no spans."""
+    if not (spans := spans_of(outcome)):
         return []
-    name = re.sub(r"[^a-z0-9]+", "-", outcome.strategy.lower()).strip("-")
-    picture, traced = out / f"timeline-{name}.svg", out / f"trace-{name}.json"
-    title = f"{job}, {outcome.devices} devices, {outcome.strategy}, simulated"
-    write_text(picture, TimelineChart(title, spans).svg())
+    path = out / f"trace-{_file_name(outcome.strategy)}.json"
     with Trace() as trace:
         trace.spans(spans)
-        trace.write(traced, {"job": job, "simulated": True})
-    return [picture, traced]
+        trace.write(path, {"job": job, "simulated": True})
+    return [path]
+
+
+def _file_name(strategy: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", strategy.lower()).strip("-")
+
+
+def simulation_page(outcomes: Sequence[SimulationResult], table: Table, job: str, facts: dict[str, str]) -> Page:
+    """The page of ``hoop simulate``: the strategies beside each other, then each with its devices and its timeline."""
+    compared: list[Block] = [*_compared(outcomes, [one.strategy for one in outcomes]), table]
+    sections = [Section("Strategies", compared), *(_devices_section(one) for one in outcomes)]
+    return Page(f"{job}: simulated", sections, _SIMULATED, facts)
+
+
+def plan_page(
+    found: Sequence[Candidate], traced: Sequence[SimulationResult], table: Table, job: str, facts: dict[str, str]
+) -> Page:
+    """The page of ``hoop plan``: every candidate that runs, and the devices of those that were ``traced``."""
+    outcomes = {f"{one.strategy.spec}, {one.num_microbatches} shards": one.result for one in found if one.result}
+    sections = [Section("Candidates", [*_compared(list(outcomes.values()), list(outcomes)), table])]
+    sections += [_devices_section(one) for one in traced]
+    refused = [[one.strategy.spec, one.num_microbatches, one.reason] for one in found if one.result is None]
+    if refused:
+        columns = [Column("strategy"), Column("shards"), Column("why")]
+        sections.append(Section("Cannot run here", [Table(columns, refused)]))
+    return Page(f"{job}: strategies by predicted step time", sections, _SIMULATED, facts)
+
+
+_SIMULATED = "The plans that devices execute, in virtual time. Nothing on this page was measured in a run."
+
+
+def _compared(outcomes: Sequence[SimulationResult], names: Sequence[str]) -> list[Chart]:
+    """Step time by share, and memory; a row a strategy."""
+    if not outcomes:
+        return []
+    rows = []
+    for name, one in zip(names, outcomes, strict=True):
+        each = [_seconds(account, one) for account in one.accounts]
+        means = {kind: sum(seconds[kind] for seconds in each) / one.devices for kind in _KINDS}
+        rows.append({"device": name} | {kind: 1e3 * mean / one.steps for kind, mean in means.items()})
+    memory = {"memory": [one.peak_memory / MIB for one in outcomes]}
+    return [
+        Chart(
+            "step",
+            "Where a step's time goes",
+            [TimeSplit("step (ms)", rows, _KINDS)],
+            subtitle=f"simulated; mean over the devices; {_KINDS_TEXT}",
+        ),
+        Chart(
+            "memory",
+            "Memory of the fullest device",
+            [Bars("MiB a device", list(names), memory)],
+            subtitle="simulated",
+        ),
+    ]
+
+
+def _devices_section(outcome: SimulationResult) -> Section:
+    """Time by device, and the timeline if the simulation kept spans."""
+    rows = [
+        {"device": f"device {rank}"} | {kind: 100 * part / (outcome.seconds or 1.0) for kind, part in each.items()}
+        for rank, each in enumerate(_seconds(one, outcome) for one in outcome.accounts)
+    ]
+    name = _file_name(outcome.strategy)
+    about = f"simulated: {outcome.devices} devices, {outcome.plan.num_microbatches} shards, "
+    about += f"a step of {1e3 * outcome.step_seconds:.4g} ms, {100 * outcome.idle_fraction:.0f} % idle; {_KINDS_TEXT}"
+    split = TimeSplit("share of its time (%)", rows, _KINDS)
+    blocks: list[Chart | str] = [Chart(f"devices-{name}", "Time by device", [split], subtitle=about)]
+    if spans := spans_of(outcome):
+        cut = f"; the first {MAX_SPANS:,} of {len(spans):,} instructions" if len(spans) > MAX_SPANS else ""
+        about = f"simulated: {outcome.steps} step{'s' * (outcome.steps > 1)}{cut}; drag to zoom, hover tells more"
+        shown_ms = 1e3 * outcome.step_seconds if outcome.steps > 1 else None
+        blocks.append(Chart(f"timeline-{name}", "Timeline", [Timeline(spans, shown_ms)], subtitle=about))
+    else:
+        blocks.append("No timeline: the simulation has too many instructions to keep them.")
+    return Section(f"{outcome.strategy}, {outcome.plan.num_microbatches} shards", blocks)
+
+
+def _seconds(account: RankAccount, outcome: SimulationResult) -> dict[str, float]:
+    """A rank's time by kind; the kinds add up to the simulated time."""
+    known = {kind: account.seconds[kind] for kind in (COMPUTE, COMMUNICATE, IDLE)}
+    return {**known, OTHER: max(0.0, outcome.seconds - sum(known.values()))}

@@ -24,6 +24,7 @@ from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, exit_cod
 from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
+from hoop.runs.device_count import default_device_count
 from hoop.runs.elastic import check_range, local_processes, wait_for_devices
 from hoop.topology import Addresses, PortRange
 
@@ -57,7 +58,6 @@ def choose_devices(cluster: Cluster, count: int | None, least: int = 1) -> list[
     return usable[: count or len(usable)]
 
 
-DEFAULT_DEVICES = 4
 DEFAULT_MEMORY = 256 * 1024 * 1024
 OnStop = Callable[[Callable[[], None]], None]
 """Registers the function that asks the job to stop."""
@@ -69,7 +69,9 @@ class Launch:
 
     settings: Settings
     devices: int | None = None
-    """How many it begins with. ``settings.max_devices``: up to how many it takes (``--devices 4:16``)."""
+    """How many it begins with; None: all of the cluster, or on this machine ``default_device_count``.
+
+    ``settings.max_devices``: up to how many it takes (``--devices 4:16``)."""
     memory: int = DEFAULT_MEMORY
     """Bytes of the arena of each device."""
     out: Path | None = None
@@ -96,6 +98,8 @@ class Launch:
     """With a placement: the ports that this rank's device may listen on."""
     ray: Ray | None = None
     """Ray's cluster, if the devices are actors there."""
+    device_reason: str = ""
+    """Why it begins with this number of devices, if Hoop chose it."""
     job: Job | None = None
     """A job made of live objects, which Ray brings to the devices."""
 
@@ -108,8 +112,9 @@ class Training:
         for fault in launch.settings.parsed_faults:
             if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
-        here = launch.coordinator is None
-        if warning := check_range(launch.devices or (DEFAULT_DEVICES if here else None), launch.settings):
+        if launch.devices is None and launch.coordinator is None and launch.ray is None:
+            launch = replace(launch, devices=default_device_count(launch.settings).devices)
+        if warning := check_range(launch.devices, launch.settings):
             launch = replace(launch, warnings=(*launch.warnings, warning))
         if launch.out is not None:
             make_folder(launch.out, "out (--out)")
@@ -140,7 +145,8 @@ class Training:
         from hoop.runs.job_lookup import preload
 
         launch = self._launch
-        devices = DEFAULT_DEVICES if launch.devices is None else launch.devices
+        devices = launch.devices
+        assert devices is not None, "set by __init__"
         if devices < 1:
             raise InvalidArgument(f"devices: {devices} is not at least 1")
 

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -103,6 +103,8 @@ class Coordinator:
         self.address = Address(config.host, config.port)
         self.events = EventLog(max_bytes=MAX_TEXT_BYTES)
         self.memory: dict[int, pb.DeviceMemory] = {}
+        self.activities: dict[int, Sequence[pb.TaskActivity]] = {}
+        """By device: what its tasks do, of its newest heartbeat."""
         self.state = State(config.detector, last_tick=time.monotonic())
         self._journal: Journal | None = None
         self._last_failure = ""

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from hoop.servers.metrics_endpoint import MetricsEndpoint
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+MAX_ACTIVITIES = 8
+"""Of a heartbeat; a device that sends more is cut off."""
 
 
 class CoordinatorService:
@@ -81,6 +83,7 @@ class CoordinatorService:
                     code = self._drains.exit_code(heartbeat.incarnation)
                     yield pb.HeartbeatAnswer(known=True, leave=True, exit_code=code)
                 self._coordinator.memory[heartbeat.device_id] = heartbeat.memory
+                self._coordinator.activities[heartbeat.device_id] = heartbeat.activities[:MAX_ACTIVITIES]
                 self._link_diagnosis.on_heartbeat(heartbeat)
         finally:
             if last is not None:
@@ -126,6 +129,7 @@ class CoordinatorService:
             silent_s=max(0.0, time.monotonic() - member.heartbeats.last_heartbeat),
             unreachable=describe(self._coordinator.state, device_id),
             left_out=device_id in left_out,
+            activities=self._coordinator.activities.get(device_id, ()) if member.usable else (),
         )
 
     def _communicator(self, one: CommunicatorState) -> pb.Communicator:

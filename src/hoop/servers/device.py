@@ -157,7 +157,7 @@ class DeviceServer:
             self._memory, self._runner, self._streams, self._tasks, self._ports, config.jobs
         )
         self._heartbeat_client = HeartbeatClient(
-            config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
+            config.coordinator, self._service.memory, config.credentials, self._tasks.stalls, self._tasks.activities
         )
         self._server: grpc.aio.Server | None = None
         self.metrics = None if config.metrics is None else self._metrics_endpoint(config.metrics)

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from hoop.errors import HoopError, InvalidArgument, PeerLost
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, PeerLost
 from hoop.events import wall_clock
 from hoop.memory import ArenaBuffer, DeviceMemory
 from hoop.memory.cuda_arena import CudaArena, GpuMemory
@@ -25,6 +25,8 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import device_message
 
 MAX_LINK_CHECKS = 4096
+MAX_TRACED_STEPS = 32
+MAX_TRACE_S = 30.0
 MAX_LISTED_BUFFERS = 64
 """Buffers on a GPU that a heartbeat lists."""
 GPU_ASKED_EVERY_S = 2.0
@@ -46,7 +48,7 @@ class DeviceService:
         """``jobs``: folder with the code of jobs; None: the current folder."""
         self._memory = memory
         self._jobs = jobs or Path.cwd()
-        self._examining = asyncio.Lock()
+        self._examining, self._tracing = asyncio.Lock(), asyncio.Lock()
         self._ports = ports
         self._runner = runner
         self._tasks = tasks
@@ -193,6 +195,25 @@ class DeviceService:
     async def stop_task(self, request: pb.StopTaskRequest) -> pb.StopTaskResponse:
         self._tasks.stop(request.job_id)
         return pb.StopTaskResponse()
+
+    async def trace_task(self, request: pb.TraceTaskRequest) -> pb.TraceTaskResponse:
+        if not 1 <= request.steps <= MAX_TRACED_STEPS:
+            raise InvalidArgument(f"steps: {request.steps} is not in 1..{MAX_TRACED_STEPS}")
+        if not 0 < request.timeout_s <= MAX_TRACE_S:
+            raise InvalidArgument(f"timeout_s: {request.timeout_s:g} is not above 0 and at most {MAX_TRACE_S:g}")
+        if self._tracing.locked():
+            raise FailedPrecondition("a trace of this device is under way; ask again when it has ended")
+        async with self._tracing:
+            found = await asyncio.to_thread(self._tasks.trace, request.job_id, request.steps, request.timeout_s)
+        return pb.TraceTaskResponse(
+            rank=found.rank,
+            first_step=found.first_step,
+            steps=found.steps,
+            spans=[
+                pb.TraceSpan(instruction=one.instruction, category=one.category, start=one.start, seconds=one.seconds)
+                for one in found.spans
+            ],
+        )
 
     async def check_links(self, request: pb.CheckLinksRequest) -> pb.CheckLinksResponse:
         if len(request.data_addresses) > MAX_LINK_CHECKS:

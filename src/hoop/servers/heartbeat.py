@@ -44,10 +44,11 @@ class HeartbeatClient:
         memory: Callable[[], pb.DeviceMemory],
         credentials: Credentials,
         stalls: Callable[[float], list[pb.Stall]] = lambda timeout: [],
+        activities: Callable[[], list[pb.TaskActivity]] = list,
     ) -> None:
-        """``memory`` and ``stalls`` supply the contents of each heartbeat."""
+        """``memory``, ``stalls`` and ``activities`` supply the contents of each heartbeat."""
         self.coordinator = coordinator
-        self._memory, self._stalls = memory, stalls
+        self._memory, self._stalls, self._activities = memory, stalls, activities
         self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
         self._stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(self._channel))
         self._heartbeat_s, self._stall_s = 0.1, 0.5
@@ -107,7 +108,11 @@ class HeartbeatClient:
         while True:
             stalls = self._stalls(self._stall_s)
             yield pb.Heartbeat(
-                device_id=info.device_id, incarnation=info.incarnation, memory=self._memory(), stalls=stalls
+                device_id=info.device_id,
+                incarnation=info.incarnation,
+                memory=self._memory(),
+                stalls=stalls,
+                activities=self._activities(),
             )
             await asyncio.sleep(self._heartbeat_s)
 

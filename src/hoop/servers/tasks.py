@@ -24,6 +24,7 @@ from functools import partial
 
 from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.rank_activity import ActivitySource, StepTrace
 from hoop.collectives.rank_context import RankContext
 from hoop.errors import (
     DeadlineExceeded,
@@ -50,6 +51,10 @@ MAX_TASKS = 8
 """Tasks that a device keeps. The oldest is forgotten first, if it has ended; until then it can be watched."""
 HANDOVER_S = 600.0
 """How long a task without a rank keeps its memory for the other ranks, if the coordinator never dismisses it."""
+MAX_LISTED_LINKS = 64
+"""Links of a task that a heartbeat lists, those that carried most bytes …"""
+MAX_LISTED_SHARDS = 256
+"""… and shards, and stages."""
 HANDED_OVER = "this device has handed over, and leaves the job"
 PINNED_EVENTS = (ev.Started.kind,)
 """Event kinds that a log never drops: a late watcher needs them to understand the rest."""
@@ -84,6 +89,8 @@ class Task:
     """It has loaded the job's code and data."""
     finished: bool = False
     """It reached the end of the training, or a step at which all ranks agreed to stop."""
+    activity: ActivitySource | None = None
+    """What its rank does; None before its first step, and when it has ended."""
     progress: JobProgress = field(default_factory=JobProgress)
     """The steps that this device reported; only one rank of a job reports them."""
     _sent: int = 0
@@ -219,22 +226,33 @@ class TaskLinks:
             if (peers := stats.stalled_peers(now, timeout))
         ]
 
+    @property
+    def rank(self) -> int:
+        return self._assignment.rank
+
     def describe(self) -> list[pb.LinkDescription]:
         """Bytes sent and received on the link to each peer."""
-        found = []
+        return [self._message(*one) for one in self._byte_counts()]
+
+    def busiest(self, most: int) -> list[pb.LinkDescription]:
+        """The links that have carried bytes, those with most bytes first. Links in shared memory count none."""
+        carried = [one for one in self._byte_counts() if one[2] > 0 or one[3] > 0]
+        return [self._message(*one) for one in sorted(carried, key=lambda one: -one[2] - one[3])[:most]]
+
+    def _byte_counts(self) -> Iterator[tuple[int, int, int, int]]:
+        """For each link: communicator, device id of the peer, bytes sent, bytes received."""
         for communicator_id, devices, stats in self._link_stats():
             for peer, device_id in enumerate(devices):
-                sent, received = stats.byte_counts(peer)
-                found.append(
-                    pb.LinkDescription(
-                        communicator_id=communicator_id,
-                        generation=self._assignment.generation,
-                        device_id=device_id,
-                        sent=max(0, sent),
-                        received=received,
-                    )
-                )
-        return found
+                yield communicator_id, device_id, *stats.byte_counts(peer)
+
+    def _message(self, communicator_id: int, device_id: int, sent: int, received: int) -> pb.LinkDescription:
+        return pb.LinkDescription(
+            communicator_id=communicator_id,
+            generation=self._assignment.generation,
+            device_id=device_id,
+            sent=max(0, sent),
+            received=received,
+        )
 
 
 class Tasks:
@@ -383,6 +401,7 @@ class Tasks:
             device=assignment.members[assignment.rank].device_id,
             joining=joining,
             wait_delivered=task.wait_delivered,
+            publish_activity=partial(setattr, task, "activity"),
             run=task.run,
             persistent_memory=self._persistent_memory,
             left_out=left_out,
@@ -479,6 +498,22 @@ class Tasks:
         links = [task.links for task in self._tasks.values() if task.alive and task.links is not None]
         return [stall for one in links for stall in one.stalls(time.monotonic(), timeout)]
 
+    def activities(self) -> list[pb.TaskActivity]:
+        """What the running tasks do. Every heartbeat calls this."""
+        running = [(job_id, task) for job_id, task in list(self._tasks.items()) if task.alive]
+        return [
+            _activity_message(job_id, task, source)
+            for job_id, task in running[-MAX_TASKS:]
+            if (source := task.activity) is not None
+        ]
+
+    def trace(self, job_id: int, steps: int, timeout_s: float) -> StepTrace:
+        """Records the next steps of a task. Waits for them: not for an event loop's thread."""
+        source = self.task(job_id).activity
+        if source is None:
+            raise FailedPrecondition(f"job_id: {job_id} does no steps on this device now")
+        return source.trace(steps, timeout_s)
+
     def on_damage(self, text: str) -> None:
         """A received message failed its checksum: emits an event in every running task."""
         for task in list(self._tasks.values()):
@@ -489,6 +524,27 @@ class Tasks:
         """Asks every task to stop. The device closes the transports, which end the links."""
         for task in self._tasks.values():
             task.stop.set()
+
+
+def _activity_message(job_id: int, task: Task, source: ActivitySource) -> pb.TaskActivity:
+    found, links = source.read(), task.links
+    return pb.TaskActivity(
+        job_id=job_id,
+        generation=task.ranks.generation,
+        rank=links.rank if links is not None else 0,
+        at_s=time.monotonic(),
+        steps=found.steps,
+        load_s=found.load_s,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s,
+        communicate_s=found.communicate_s,
+        update_s=found.update_s,
+        idle_s=found.idle_s,
+        bytes_sent=found.bytes_sent,
+        shards=found.shards[:MAX_LISTED_SHARDS],
+        stages=found.stages[:MAX_LISTED_SHARDS],
+        links=links.busiest(MAX_LISTED_LINKS) if links is not None else (),
+    )
 
 
 def is_last(event: Event) -> bool:

@@ -4,8 +4,8 @@
 
 ``ReductionCosts``: the engine's ordered sum, or any all-reduce of ``collectives``.
 
-    ordered     the engine's own (collectives/ordered_all_reduce.py): in shared memory if all ranks are on one host,
-                else slice by slice over links
+    ordered     the engine's own (collectives/ordered_all_reduce.py): in shared memory if all ranks are on one host; on
+                several, inside each host first (collectives/ordered_multi_host.py); else slice by slice over links
     ring, tree, halving_doubling, naive, chunked_ring, hierarchical …      plans of collectives/registry.py
 
 A collective with few messages is executed instruction by instruction. The ring and the ordered sum have n(n-1) messages
@@ -28,8 +28,10 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 from hoop.collectives.ordered_all_reduce import linked_plan
+from hoop.collectives.ordered_multi_host import host_nodes, multi_host_plan
 from hoop.collectives.plan import CollectivePlan, Combine, Copy, Fold, Meet, Recv, Reduce, Send, Take
 from hoop.collectives.registry import CATALOG, Operation
 from hoop.collectives.shard_tree import Node, merge_plan, sum_expression
@@ -294,6 +296,18 @@ def check_algorithm(name: str) -> str:
     return name
 
 
+class HostShape(NamedTuple):
+    """The shape of an ordered sum on several hosts."""
+
+    hosts: int
+    rails: int
+    """Ranks of a host that talk to other hosts."""
+    largest: int
+    """Ranks of the largest host."""
+    partial_sums: int
+    """Of a host, after its ranks have merged theirs: the most of all hosts."""
+
+
 class ReductionCosts:
     """Costs of one all-reduce among the ranks of a group."""
 
@@ -325,9 +339,21 @@ class ReductionCosts:
         n = len(ranks)
         self.in_shared_memory = len(set(self._hosts)) == 1 and cluster.inside is None and algorithm == ORDERED
         messages = n * (n - 1) * (1 + max(partial_sums, default=1)) if algorithm == ORDERED else 2 * n * (n - 1)
+        self._host_shape = self._shape_on_hosts() if algorithm == ORDERED and cluster.inside is None else None
+        if self._host_shape is not None:
+            messages = n * (len(self._ranks_on_host) - 1) * (1 + self._host_shape.partial_sums)
         self.closed_form = algorithm in (ORDERED, "ring") and not self.in_shared_memory and messages > max_messages
         self._plans: dict[int, CollectivePlan] = {}
         self._plan_of: Callable[[int], CollectivePlan] = self._make_planner()
+
+    def _shape_on_hosts(self) -> HostShape | None:
+        """How the sum runs on several hosts of which one has several ranks; None for other ranks."""
+        if not 1 < len(self._ranks_on_host) < len(self.ranks):
+            return None
+        holdings = [merge_plan(share, self._num_microbatches) for share in self._shares]
+        members = [[rank for rank, one in enumerate(self._hosts) if one == host] for host in self._ranks_on_host]
+        partial_sums = max(len(host_nodes(holdings, ranks, self._num_microbatches)) for ranks in members)
+        return HostShape(len(members), min(map(len, members)), max(map(len, members)), partial_sums)
 
     def _make_planner(self) -> Callable[[int], CollectivePlan]:
         n, count = len(self.ranks), self._num_elements
@@ -335,12 +361,14 @@ class ReductionCosts:
             return lambda index: CollectivePlan(())
         if self._algorithm == ORDERED:
             holdings = [merge_plan(share, self._num_microbatches) for share in self._shares]
+            if self._host_shape is not None:
+                hosts = tuple(self._hosts)
+                return lambda index: multi_host_plan(holdings, self._num_microbatches, count, index, hosts)
             total = sum_expression(holdings, self._num_microbatches)
             return lambda index: linked_plan(total, holdings, count, index)
         operation = Operation("all_reduce", count, algorithm=self._algorithm)
-        spans = self._algorithm in CATALOG["all_reduce"].spanning
-        hosts = tuple(self._hosts) if spans else ()
-        return lambda index: operation.plan(n, index, hosts=hosts)
+        spanned = tuple(self._hosts) if self._algorithm in CATALOG["all_reduce"].spanning else ()
+        return lambda index: operation.plan(n, index, hosts=spanned)
 
     def plan(self, index: int) -> CollectivePlan:
         """The collective plan of the group's rank ``index``; empty unless the reduction is executed."""
@@ -368,6 +396,10 @@ class ReductionCosts:
             return float(self._num_elements * FLOAT_BYTES * (sum(self._partial_sums) - own))
         if self.in_shared_memory:
             return slice_ * (sum(self._partial_sums) - own + n - 1)
+        if self.closed_form and self._host_shape is not None:
+            shape = self._host_shape
+            messages = self.messages(index)
+            return messages * self._num_elements / shape.hosts / shape.rails * FLOAT_BYTES
         if self.closed_form:
             return slice_ * (n - 1) * (2 if self._algorithm == "ring" else own + 1)
         return FLOAT_BYTES * float(self.plan(index).elements)
@@ -376,6 +408,9 @@ class ReductionCosts:
         """Messages that a rank sends."""
         if self.in_shared_memory:
             return 0
+        if self.closed_form and self._host_shape is not None:
+            in_rail = self._hosts[:index].count(self._hosts[index]) < self._host_shape.rails
+            return (self._host_shape.hosts - 1) * (self._host_shape.partial_sums + 1) if in_rail else 0
         if self.closed_form:
             return (len(self.ranks) - 1) * (2 if self._algorithm == "ring" else self._partial_sums[index] + 1)
         return self.plan(index).messages
@@ -385,6 +420,8 @@ class ReductionCosts:
         """Time of the reduction if all ranks begin together."""
         machine, link, n = self._machine, self._cluster.link, len(self.ranks)
         ranks_per_core = max(self._ranks_per_core())
+        if self._host_shape is not None:
+            return self._host_shape_seconds(self._host_shape, ranks_per_core)
         s = self._num_elements * FLOAT_BYTES / n
         q = ranks_per_core * machine.message(s)
         add = ranks_per_core * machine.add(s)
@@ -395,21 +432,37 @@ class ReductionCosts:
         ranks_per_nic = max(self._ranks_on_host.values()) if link.shared else 1
         u = ranks_per_nic * s / link.bandwidth
         partial_sums = max(self._partial_sums)
-
-        def one_round(messages: int, outside: float) -> float:
-            """Time of a round in which every rank sends to all others and then receives from all others."""
-            there = link.latency + max(messages * q + u, q + outside * u)
-            return max(2 * messages * q, there + q, q + u + link.latency + messages * q)
-
         outside = (n - ranks_per_nic) if link.shared else n - 1
-        first = one_round(partial_sums * (n - 1), partial_sums * outside)
-        return first + (sum(self._partial_sums) - 1) * add + one_round(n - 1, outside)
+        first = _round_seconds(partial_sums * (n - 1), partial_sums * outside, q, u, link.latency)
+        return first + (sum(self._partial_sums) - 1) * add + _round_seconds(n - 1, outside, q, u, link.latency)
+
+    def _host_shape_seconds(self, shape: HostShape, ranks_per_core: int) -> float:
+        """Time of the sum on several hosts if all ranks begin together."""
+        machine, link = self._machine, self._cluster.link
+        total, peers = self._num_elements * FLOAT_BYTES, shape.hosts - 1
+        slice_, s = total / shape.rails, total / shape.rails / shape.hosts
+        q, add = ranks_per_core * machine.message(s), ranks_per_core * machine.add(s)
+        u, partial_sums = s / link.bandwidth, shape.partial_sums
+        theirs = (shape.largest - 1) * max(self._partial_sums)
+        inside = 3 * machine.meeting_s + (theirs + shape.rails - 1) * ranks_per_core * machine.copy(slice_)
+        merged = max(0, shape.largest * max(self._partial_sums) - partial_sums) * shape.hosts * add
+        between = _round_seconds(partial_sums * peers, partial_sums * peers, q, u, link.latency)
+        between += _round_seconds(peers, peers, q, u, link.latency) + (partial_sums * shape.hosts - 1) * add
+        # The rails of a host share its NIC in turn, so that it sends those of one while another waits or adds.
+        in_turn = (shape.rails if link.shared else 1) * (partial_sums + 1) * peers * u + link.latency + 2 * q
+        return inside + merged + max(between, in_turn)
 
     def _ranks_per_core(self) -> Iterator[int]:
         """Ranks of the group that share a core, for each host."""
         for number, ranks in self._ranks_on_host.items():
             host = self._cluster.hosts[number]
             yield -(-ranks // min(host.cores or host.devices, host.devices))
+
+
+def _round_seconds(messages: int, outside: float, q: float, u: float, latency: float) -> float:
+    """Time of a round in which every rank sends ``messages`` messages to others and then receives as many."""
+    there = latency + max(messages * q + u, q + outside * u)
+    return max(2 * messages * q, there + q, q + u + latency + messages * q)
 
 
 def reduction_seconds(instruction: object, machine: Machine) -> float:

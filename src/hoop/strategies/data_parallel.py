@@ -10,13 +10,14 @@ the rank that computes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
-from hoop.strategies.base import SynchronousStrategy, check_sizes, split_microbatches
+from hoop.strategies.base import Strategy, SynchronousStrategy, check_sizes, split_microbatches
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,44 @@ class DataParallel(SynchronousStrategy):
             (*forward_backward(share), *end) for share in split_microbatches(num_microbatches, devices, speeds)
         )
         return Plan(num_microbatches, (tuple(range(devices)),), ranks)
+
+
+@dataclass(frozen=True)
+class HostOrderedDataParallel(DataParallel):
+    """Data parallel whose shards are in the order of hosts, where ranks are not.
+
+        hosts A B A B:  rank 0 | shards 0, 1    rank 2 | shards 2, 3    rank 1 | shards 4, 5    rank 3 | shards 6, 7
+
+    The shards of a host are then neighbours in the sum, so that its ranks add them before anything is sent to others.
+    """
+
+    hosts: tuple[Hashable, ...] = ()
+    """The host of each rank."""
+
+    def plan(self, devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> Plan:
+        if len(self.hosts) != devices:
+            raise InvalidArgument(f"devices: {devices}, and the hosts of {len(self.hosts)} are known")
+        order = host_order(self.hosts)
+        ordered = super().plan(devices, num_microbatches, speeds and [speeds[rank] for rank in order])
+        ranks = dict(zip(order, ordered.ranks, strict=True))
+        return replace(ordered, ranks=tuple(ranks[rank] for rank in range(devices)))
+
+
+def host_order(hosts: Sequence[Hashable]) -> list[int]:
+    """The ranks, host by host; hosts in the order of their first ranks."""
+    first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
+    return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
+
+
+def for_hosts(strategy: Strategy, hosts: Sequence[Hashable]) -> Strategy:
+    """The strategy, with the shards of a data parallel one in the order of these hosts, one for each rank.
+
+    ``hosts``: empty: all ranks are on one host. The engine calls it for every generation.
+    """
+    if not isinstance(strategy, DataParallel):
+        return strategy
+    ordered = host_order(hosts) == list(range(len(hosts)))
+    return DataParallel() if ordered else HostOrderedDataParallel(tuple(hosts))
 
 
 def forward_backward(microbatches: Sequence[int]) -> Iterator[Instruction]:

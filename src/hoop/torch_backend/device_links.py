@@ -39,7 +39,7 @@ import torch
 from hoop.errors import HoopError, PeerLost
 from hoop.memory.cuda_ipc import Allocation
 from hoop.memory.dtypes import dtype
-from hoop.torch_backend.device_memory import HANDLE_BYTES, Block, DeviceMemory
+from hoop.torch_backend.device_memory import HANDLE_BYTES, Block, DeviceMemory, Meeting
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.tensor_views import Described, adjacent, is_plain, split
 from hoop.transport.base import SharedEndpoint
@@ -136,8 +136,9 @@ class DeviceLinks:
         self._flags: Block | None = None
         """This rank's flags, one 32-bit number a rank; other ranks write theirs when their GPU comes to a meeting."""
         self._own_flags: list[int] = []
-        self._peer_flags: list[int] = []
-        """Addresses: of each other rank's flag here, and of this rank's flag in the memory of each other rank."""
+        """Addresses of the other ranks' flags here."""
+        self._meet: Meeting
+        """Set before the first round, if GPUs can meet by flags (``_ordered``)."""
         self._ordered = False
         """Whether GPUs meet by flags; else hosts meet, each after waiting for its GPU."""
         self._meetings = 1
@@ -284,7 +285,7 @@ class DeviceLinks:
     def _meet_on_device(self) -> None:
         """The stream goes on when the streams of all ranks have come here; the host does not wait."""
         self._meetings += 1
-        self.memory.signal_and_wait(self._last_stream, self._peer_flags, self._own_flags, self._meetings)
+        self._meet(self._last_stream, self._meetings)
         if self.links.broken:
             self._release()  # the group broke before this meeting was awaited
 
@@ -434,16 +435,17 @@ class DeviceLinks:
         if not MEET_ON_DEVICE:
             return False
         peers = [rank for rank in range(self.size) if rank != self.rank]
-        self._own_flags = [self._flags.address + _FLAGS_AT + 4 * rank for rank in peers]
+        self._own_flags, peer_flags = [self._flags.address + _FLAGS_AT + 4 * rank for rank in peers], []
         for rank in peers:
             address = WindowAddress.unpack(addresses[rank])
             mapped, _ = self._mapped.pop((rank, address.number))  # stays mapped until the process ends
-            self._peer_flags.append(mapped + address.offset + _FLAGS_AT + 4 * self.rank)
+            peer_flags.append(mapped + address.offset + _FLAGS_AT + 4 * self.rank)
         try:
-            self.memory.signal_and_wait(self.memory.current_stream(), self._peer_flags, [], self._meetings)
+            self.memory.meeting(peer_flags, [])(self.memory.current_stream(), self._meetings)
             self.memory.synchronize()
         except HoopError:
             return False
+        self._meet = self.memory.meeting(peer_flags, self._own_flags)
         return True
 
     def _signals_have_come(self) -> bool:
@@ -453,7 +455,7 @@ class DeviceLinks:
         if any(flag != self._meetings for rank, flag in enumerate(flags) if rank != self.rank):
             return False
         try:
-            self.memory.signal_and_wait(self.memory.current_stream(), [], self._own_flags, self._meetings)
+            self.memory.meeting([], self._own_flags)(self.memory.current_stream(), self._meetings)
             self.memory.synchronize()
         except HoopError:
             return False

@@ -23,7 +23,7 @@ import torch
 
 from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument
 from hoop.torch_backend.device_links import ADDRESS_BYTES, NOWHERE, DeviceLinks
-from hoop.torch_backend.device_memory import Entered
+from hoop.torch_backend.device_memory import StreamOrder
 from hoop.torch_backend.p2p import MessageKind, P2PRequest
 from hoop.torch_backend.tensor_views import Array, as_contiguous, bytes_of
 from hoop.torch_backend.work import HoopWork
@@ -49,7 +49,7 @@ class DeviceMessages:
 
     def send(self, work: HoopWork, tensor: torch.Tensor, peer: int, tag: int, timeout: float) -> None:
         """Starts a send; ``work`` is finished when the receiver has the message."""
-        with self._memory.after_pending_work()():
+        with self._memory.stream_order():
             flat = as_contiguous(tensor).view(-1).view(torch.uint8)
             address = self._device_links.address_of(flat) if peer != self._links.rank else NOWHERE
             self._memory.synchronize()
@@ -70,7 +70,7 @@ class DeviceMessages:
         self._send(peer, MessageKind.DEVICE, tag, header, deadline, self._finish_if_failed(work, timeout))
 
     def _send_bytes(self, work: HoopWork, flat: torch.Tensor, peer: int, number: int, timeout: float) -> None:
-        with self._memory.after_pending_work()():
+        with self._memory.stream_order():
             host = self._device_links.host_copy(flat, {})
             self._memory.synchronize()
 
@@ -82,12 +82,13 @@ class DeviceMessages:
 
     def receive(self, work: HoopWork, tensor: torch.Tensor, peer: int | None, tag: int, timeout: float) -> None:
         """Starts a receive, from any rank if ``peer`` is None; ``work`` is finished when ``tensor`` has the message."""
-        header, entered = np.zeros(_HEADER.size, np.uint8), self._memory.after_pending_work()
+        header, order = np.zeros(_HEADER.size, np.uint8), self._memory.stream_order()
+        order.before_queue()
 
         def on_header(error: HoopError | None, source: int) -> None:
             if error is None:
                 self._guarded(
-                    work, timeout, lambda: self._fetch(work, tensor, source, tag, header.tobytes(), entered, timeout)
+                    work, timeout, lambda: self._fetch(work, tensor, source, tag, header.tobytes(), order, timeout)
                 )
             else:
                 self._finish(work, error, timeout, source)
@@ -101,7 +102,7 @@ class DeviceMessages:
         source: int,
         tag: int,
         header: bytes,
-        entered: Entered,
+        order: StreamOrder,
         timeout: float,
     ) -> None:
         """Copies a message out of the sender's memory, or asks for its bytes."""
@@ -113,7 +114,7 @@ class DeviceMessages:
             return
         if address != NOWHERE:
             try:
-                with entered():
+                with order:
                     self._device_links.copy_from(source, address, tensor)
             except HoopError:  # the memory cannot be mapped here
                 address = NOWHERE
@@ -125,7 +126,7 @@ class DeviceMessages:
 
         def on_bytes(error: HoopError | None, _: int) -> None:
             def copy_in() -> None:
-                with entered():
+                with order:
                     tensor.detach().copy_(host)
                     self._memory.synchronize()
                 self._finish(work, None, timeout, source)

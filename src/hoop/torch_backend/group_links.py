@@ -115,6 +115,11 @@ class GroupLinks:
             )
         return prepared
 
+    def native_sum(self, count: int, kind: DType) -> PreparedOperation | None:
+        """The in-place sum of this many elements, if it has run before and runs in the native core; else None."""
+        prepared = self._prepared_operation("all_reduce", count, kind, "sum", 0)
+        return prepared if prepared.native is not None else None
+
     def exchange(
         self, sources: Sequence[Array], destinations: Sequence[Array], description: Described, timeout: float
     ) -> None:

@@ -27,15 +27,17 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.distributed_c10d import ReduceOptions, _world
 
+from hoop.collectives.communicator import PreparedOperation
 from hoop.collectives.compression import compressor
 from hoop.errors import HoopError, InvalidArgument
 from hoop.torch_backend import c10d_backend, collectives, monitored_barrier, rendezvous
+from hoop.torch_backend.device_memory import MEMORIES
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.p2p import MessageKind, P2PRequest
-from hoop.torch_backend.routes import OtherBackends, Route, Routes
+from hoop.torch_backend.routes import JobsInOrder, OtherBackends, Route, Routes, prepare_for_queue
 from hoop.torch_backend.tensor_views import (
     TorchReduction,
     bytes_of,
@@ -50,6 +52,8 @@ from hoop.transport import Transport
 
 INLINE_ALL_REDUCE_BYTES = 1 << 20
 """Up to this size running an asynchronous all_reduce in the caller's thread costs less than a thread hand-over."""
+NATIVE_SUMS = 4096
+"""Sums that a group remembers; then it forgets them all."""
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 _SUM = ReduceOptions().reduceOp
@@ -80,6 +84,8 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: OtherBackends | None = None
         """The other backends of this group; None before the first call."""
         self._timeout = timeout
+        self._native_sums: dict[tuple[int, torch.dtype], PreparedOperation] = {}
+        """By element count and dtype: sums of CPU tensors that have run before, in the native core."""
         self._barrier_numbers = itertools.count()
         # Runs when the group is destroyed or garbage-collected, or the process ends (also a multiprocessing child).
         self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
@@ -110,6 +116,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             finally:
                 self._links.work_queue.release()
             return DONE
+        prepare_for_queue(job)
         work = HoopWork(title, results)
         end_event = record_in_profiler(work, title, inputs) if profiled else None
         try:
@@ -168,6 +175,8 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         listed = _as_list(tensors)
         tensor: Tensor = only("all_reduce", listed)
+        if not getattr(opts, "asyncOp", True) and self._sum_at_once(tensor, opts):
+            return DONE
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts)
         route = self._routes.find("all_reduce", listed)
@@ -183,7 +192,42 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if work is not None:
                 return work
         job = route.job(collectives.all_reduce, tensor, reduction)
-        return self._dispatch("all_reduce", opts, job, listed, listed)
+        work = self._dispatch("all_reduce", opts, job, listed, listed)
+        if work is DONE and route is self._routes.host and reduction.name == "sum" and reduction.in_place:
+            self._remember_sum(tensor, reduction)
+        return work
+
+    def _remember_sum(self, tensor: Tensor, reduction: TorchReduction) -> None:
+        """Lets ``_sum_at_once`` run the next sum of this shape."""
+        assert reduction.element is not None, "a reduction in place has an element type"
+        prepared = self._links.native_sum(tensor.numel(), reduction.element)
+        if prepared is not None and tensor.numel():
+            if len(self._native_sums) >= NATIVE_SUMS:
+                self._native_sums.clear()
+            self._native_sums[tensor.numel(), tensor.dtype] = prepared
+
+    def _sum_at_once(self, tensor: Tensor, options: Any) -> bool:
+        """Runs a synchronous sum of an ordinary CPU tensor like one that has run before, in the caller's thread (1).
+
+        This is ``_dispatch`` and ``collectives.all_reduce`` without the steps that such a sum does not need; they take
+        longer than the sum of a small tensor. Returns False if the call has to go the ordinary way.
+        """
+        prepared, links = self._native_sums.get((tensor.numel(), tensor.dtype)), self._links
+        ordinary = prepared is not None and tensor.is_cpu and tensor.layout is torch.strided and is_plain(tensor)
+        if not ordinary or options.reduceOp != ReduceOp.SUM or profiler_enabled() or links.broken:
+            return False
+        assert prepared is not None
+        assert prepared.native is not None, "only such sums are remembered"
+        if "cpu" in MEMORIES or not links.work_queue.try_acquire():
+            return False
+        self._operations_started += 1
+        try:
+            if code := prepared.native.run_at(tensor.data_ptr()):
+                timeout = self._timeout_of(options)
+                links.run_guarded("all_reduce", partial(prepared.finish_native, code), timeout)
+        finally:
+            links.work_queue.release()
+        return True
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         reduction = self._reduction("sparse_all_reduce", opts, tensor)
@@ -249,7 +293,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             route.job(collectives.reduce_scatter_single, *pair, reduction)
             for route, pair in zip(routes, pairs, strict=True)
         ]
-        return self._dispatch("reduce_scatter_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs)
+        return self._dispatch("reduce_scatter_tensor_coalesced", opts, JobsInOrder(jobs), outputs, inputs)
 
     # ---- collectives that only move data
 
@@ -279,7 +323,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for output, tensor in zip(outputs, inputs, strict=True):
             route = self._check_blocks("all_gather_into_tensor_coalesced", tensor, output)
             jobs.append(route.job(collectives.all_gather_single, output, tensor))
-        return self._dispatch("all_gather_into_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs)
+        return self._dispatch("all_gather_into_tensor_coalesced", opts, JobsInOrder(jobs), outputs, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """``outputs[r][i]`` receives tensor i of rank r."""
@@ -291,7 +335,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             check_same("all_gather_coalesced", tensor, column)
             jobs.append(route.job(collectives.all_gather, column, tensor))
         results = [tensor for row in outputs for tensor in row]
-        return self._dispatch("all_gather", opts, partial(_run_in_order, jobs), results, inputs)
+        return self._dispatch("all_gather", opts, JobsInOrder(jobs), results, inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         tensor: Tensor = only("gather", _as_list(inputs))
@@ -587,11 +631,6 @@ def _as_list(tensors: Any) -> Any:
 
 def _is_nested(lists: Any) -> bool:
     return bool(lists) and not isinstance(lists[0], torch.Tensor)
-
-
-def _run_in_order(jobs: Sequence[Callable[[float], None]], timeout: float) -> None:
-    for job in jobs:
-        job(timeout)
 
 
 def _no_copy_back() -> None:

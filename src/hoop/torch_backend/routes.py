@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 from hoop.errors import InvalidArgument
 from hoop.torch_backend.device_collectives import DeviceCollectives
 from hoop.torch_backend.device_links import DeviceLinks
-from hoop.torch_backend.device_memory import MEMORIES, DeviceMemory
+from hoop.torch_backend.device_memory import MEMORIES, DeviceMemory, StreamOrder
 from hoop.torch_backend.device_messages import DeviceMessages
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.tensor_views import ContiguousView, as_contiguous
@@ -57,6 +57,40 @@ class HostRoute:
         return view.flat, view.copy_back
 
 
+class DeviceJob:
+    """One collective on a GPU."""
+
+    def __init__(self, on_device: Job, order: StreamOrder, links: GroupLinks) -> None:
+        self._on_device, self._order, self._links = on_device, order, links
+        self.before_queue = order.before_queue
+
+    def __call__(self, timeout: float) -> None:
+        with self._order:
+            self._on_device(timeout)
+        self._links.check_working()  # a rank that was lost meanwhile has left wrong results
+
+
+class JobsInOrder:
+    """Several jobs as one."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+
+    def __call__(self, timeout: float) -> None:
+        for job in self._jobs:
+            job(timeout)
+
+    def before_queue(self) -> None:
+        for job in self._jobs:
+            prepare_for_queue(job)
+
+
+def prepare_for_queue(job: Job) -> None:
+    """Called in the thread of a call before its job is queued for another thread."""
+    if isinstance(job, DeviceJob | JobsInOrder):
+        job.before_queue()
+
+
 class DeviceRoute:
     """Tensors in the memory of one GPU."""
 
@@ -70,26 +104,20 @@ class DeviceRoute:
     def job(self, function: Callable[..., None], *arguments: Any) -> Job:
         """The job that runs the sibling of a function of ``collectives``, after what the current stream has to do."""
         on_device = partial(getattr(self._collectives, function.__name__), *arguments)
-        entered = self._memory.after_pending_work()
-
-        def run(timeout: float) -> None:
-            with entered():
-                on_device(timeout)
-            self._links.check_working()  # a rank that was lost meanwhile has left wrong results
-
-        return run
+        return DeviceJob(on_device, self._memory.stream_order(), self._links)
 
     def message(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._memory.after_pending_work()():
+        with self._memory.stream_order():
             host = self._device_links.host_copy(as_contiguous(tensor), {})
             self._memory.synchronize()
         return host
 
     def message_buffer(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        host, entered = self._memory.host_buffer(tuple(tensor.shape), tensor.dtype), self._memory.after_pending_work()
+        host, order = self._memory.host_buffer(tuple(tensor.shape), tensor.dtype), self._memory.stream_order()
+        order.before_queue()
 
         def copy_back() -> None:
-            with entered():
+            with order:
                 tensor.detach().copy_(host)
                 self._memory.synchronize()
 

@@ -2,7 +2,7 @@
 processes of a host, ``tcp`` hosts; ``hybrid`` chooses for each peer.
 Collectives are unknown here.
 
-May import: memory wire.
+May import: memory native wire.
 """
 
 from hoop.transport.base import Endpoint, PendingSend, Transport

@@ -22,6 +22,7 @@ from types import TracebackType
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.call_check import Call
+from hoop.transport.native_barrier import NativeBarrier
 from hoop.transport.shm_segment import Bytes, ShmSegment
 
 
@@ -160,8 +161,17 @@ class SharedEndpoint(Endpoint):
     """The shared-memory segment of each rank, by rank."""
     arenas: list[Bytes | None]
     """Each rank's device memory, where it shares one."""
-    publish_count: int
-    """How many vectors this rank has published in its segment; slots and stages alternate."""
+    native: NativeBarrier | None = None
+    """The barriers of the native core, if every rank has it; known once ``wait_for_peers`` has returned."""
+
+    @property
+    @abstractmethod
+    def publish_count(self) -> int:
+        """How many vectors this rank has published in its segment; slots and stages alternate."""
+
+    @publish_count.setter
+    @abstractmethod
+    def publish_count(self, count: int) -> None: ...
 
     @abstractmethod
     def wait_for_peers(self, deadline: float) -> None:
@@ -172,6 +182,16 @@ class SharedEndpoint(Endpoint):
         """Returns when every rank has entered; memory that a rank wrote before is visible to all ranks afterwards.
 
         With a ``call``, which all ranks must then pass, every rank raises CollectiveMismatch if any two calls differ.
+        """
+
+    @abstractmethod
+    def complete_native(
+        self, code: int, resume: Callable[[int], int], deadline: float, call: Call | None = None
+    ) -> None:
+        """Ends a call of the native core that returned ``code``: waits until the deadline, or raises its error.
+
+        ``resume``: goes on with the call, and may sleep for the nanoseconds that it is given. ``call``: as for
+        ``barrier``.
         """
 
 

@@ -34,7 +34,7 @@ _MAX_SLEEP_S = 0.5
 YIELDS = 100
 
 
-def _in_segment() -> bool:
+def _has_unnamed_semaphores() -> bool:
     """Whether semaphores can be stored in a segment, without a name.
 
     CPython closes every semaphore object with ``sem_close``. glibc refuses that, without effect, for a semaphore that
@@ -46,7 +46,7 @@ def _in_segment() -> bool:
         return False
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True) if _in_segment() else None
+_LIBC = ctypes.CDLL(None, use_errno=True) if _has_unnamed_semaphores() else None
 """None: semaphores have names."""
 
 
@@ -111,6 +111,11 @@ def _address(place: Bytes) -> int:
             f"a semaphore needs {SEMAPHORE_BYTES} aligned bytes, not {place.nbytes} at {place.ctypes.data:#x}"
         )
     return int(place.ctypes.data)
+
+
+def in_segment() -> bool:
+    """Whether semaphores are stored in segments; then the native core can use them."""
+    return _LIBC is not None
 
 
 def spins_before_yield(ranks: int) -> int:

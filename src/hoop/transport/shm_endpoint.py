@@ -21,12 +21,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost, WrongLength
+from hoop.native import library as native_library
 from hoop.topology import Address
 from hoop.transport.base import PendingBuffers, PendingSend, SharedEndpoint, remaining
 from hoop.transport.call_check import Call, mismatch_error
-from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore, spins_before_yield
+from hoop.transport.native_barrier import NativeBarrier
+from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore, in_segment, spins_before_yield
 from hoop.transport.shm_ring import RingReader, RingWriter
 from hoop.transport.shm_segment import (
     PAGE,
@@ -42,6 +45,8 @@ from hoop.transport.shm_segment import (
 _LENGTH = struct.Struct("<Q")
 _TEXTS_TIMEOUT_S = 5.0
 """How long a rank waits for its peers' texts after fingerprints differed; all of them are in the same barrier."""
+_MAX_SLEEP_S = 0.05
+"""Longest sleep in the native core, after which Python handles signals and the deadline."""
 
 
 class ShmEndpoint(SharedEndpoint):
@@ -79,8 +84,10 @@ class ShmEndpoint(SharedEndpoint):
         self.descriptor = create_shared_memory(segment_bytes(self.size))
         self.segments = [ShmSegment(self.descriptor, self.size)] * self.size
         self.arenas = [arena] * self.size
-        self.publish_count = 0
+        self._publish_count = 0
         own_segment = self.segments[rank]
+        self._library = native_library.load() if in_segment() else None
+        own_segment.native_identity[0] = self._library.identity if self._library is not None else 0
         self._own_semaphores = [
             Semaphore.create(own_segment.semaphore_place(index), semaphore_name(self.token, index))
             for index in range(semaphore_count(self.size))
@@ -169,8 +176,13 @@ class ShmEndpoint(SharedEndpoint):
 
     def mark_lost(self, peer: int, reason: str) -> None:
         self._lost_peers.setdefault(peer, reason)
-        self._failed = True
+        self._set_failed()
         self._wake_waits([peer])
+
+    def _set_failed(self) -> None:
+        self._failed = True
+        if self.native is not None:
+            self.native.state.failed = 1
 
     def _wake_waits(self, peers: Iterable[int]) -> None:
         """Posts every semaphore on which this rank may wait for these peers; a waiting thread then finds the error."""
@@ -354,7 +366,29 @@ class ShmEndpoint(SharedEndpoint):
             for turn in (0, 1)
         ]
         self._fingerprints = self._call_fingerprints()
+        self._use_native()
         self._ready = True
+
+    def _use_native(self) -> None:
+        """Chooses the native core if every rank has the same: then all ranks run the same code, native or not."""
+        identities = {segment.native_identity[0] for segment in self.segments}
+        if self._library is None or identities != {self._library.identity}:
+            return
+        self.native = NativeBarrier(self._library, self.rank, self.segments, self._spins)
+        self.native.state.publications = self._publish_count
+        if self._failed:  # read after ``native`` is set: another thread sets one after the other
+            self.native.state.failed = 1
+
+    @property
+    def publish_count(self) -> int:
+        return self.native.state.publications if self.native is not None else self._publish_count
+
+    @publish_count.setter
+    def publish_count(self, count: int) -> None:
+        if self.native is not None:
+            self.native.state.publications = count
+        else:
+            self._publish_count = count
 
     def _missing(self) -> set[int]:
         return {peer for peer in self._outgoing if peer not in self._incoming or peer in self._unconfirmed}
@@ -369,6 +403,10 @@ class ShmEndpoint(SharedEndpoint):
         """
         if not self._ready:
             self.wait_for_peers(deadline)
+        if self.native is not None:
+            if code := self.native.enter(call):
+                self.complete_native(code, partial(self.native.enter, call), deadline, call)
+            return
         if self._failed:
             raise self._error or self._peer_lost(next(iter(self._lost_peers)))
         if self._posted_rounds:
@@ -392,6 +430,22 @@ class ShmEndpoint(SharedEndpoint):
         if call is not None and fingerprints != call.fingerprints:
             raise self._mismatch(call)
 
+    def complete_native(
+        self, code: int, resume: Callable[[int], int], deadline: float, call: Call | None = None
+    ) -> None:
+        while code == native_library.AGAIN:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self.deadline_exceeded(self._first_absent() or 0, "waiting for")
+            code = resume(1 + int(min(left, _MAX_SLEEP_S) * 1e9))
+        if code == native_library.FAILED:
+            absent = self._first_absent()
+            lost = absent if absent in self._lost_peers else next(iter(self._lost_peers), self.rank)
+            raise self._error or self._peer_lost(lost)
+        if code == native_library.MISMATCH:
+            assert call is not None, "only a call is compared"
+            raise self._mismatch(call)
+
     def _acquire_missed_post(self, deadline: float) -> None:
         """Acquires the post for which the last call of ``barrier`` timed out."""
         _, _, acquire, semaphore = self._steps[self._barriers & 1][self._posted_rounds - 1]
@@ -402,7 +456,8 @@ class ShmEndpoint(SharedEndpoint):
 
     def _first_absent(self) -> int | None:
         """The lowest rank that has not entered the current barrier."""
-        absent = [peer for peer in range(self.size) if int(self._barrier_counts[peer][0]) < self._barriers]
+        barriers = self.native.state.barriers if self.native is not None else self._barriers
+        absent = [peer for peer in range(self.size) if int(self._barrier_counts[peer][0]) < barriers]
         return absent[0] if absent else None
 
     def _check_all_entered(self) -> None:
@@ -441,7 +496,7 @@ class ShmEndpoint(SharedEndpoint):
 
     def abort(self, error: HoopError) -> None:
         self._error = self._error or error
-        self._failed = True
+        self._set_failed()
         self._wake_waits(range(self.size))
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
     | control | slot 0 | slot 1 | stage 0 | stage 1 | ring for peer 0 | … | calls 0 | calls 1 | semaphores |
       barrier   small vectors     large vectors       messages, as a        fingerprints of all
       count,                                          ring of blocks        ranks' calls; only
-      texts                                                                 rank 0's are used
+      words,                                                                rank 0's are used
+      texts
 
 Slots, stages and calls alternate, so that the next operation can begin while a peer still reads the last one.
 The memory has no name: one rank creates it, and its peers receive a descriptor of it.
@@ -33,6 +34,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 PAGE = 4096
 CONTROL_WORDS = 8
 """How many 64-bit numbers a rank can publish to its peers with each barrier."""
+_NATIVE_WORD = 8 + 2 * CONTROL_WORDS
 SLOT_BYTES = 16 * 1024
 STAGE_BYTES = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
@@ -111,6 +113,8 @@ class ShmSegment:
         self.barrier_count = memoryview(control[:1])  # type: ignore[arg-type]
         """How many barriers its owner has entered."""
         self.control_words = [control[8 + turn * CONTROL_WORDS : 8 + (turn + 1) * CONTROL_WORDS] for turn in (0, 1)]
+        self.native_identity = memoryview(control[_NATIVE_WORD : _NATIVE_WORD + 1])  # type: ignore[arg-type]
+        """Which native core its owner has (``NativeLibrary.identity``); 0: none."""
         self._call_text = memory[_CALL_TEXT_AT:_ABORT_REASON_AT]
         self._abort_reason = memory[_ABORT_REASON_AT:PAGE]
         first, width = _calls_at(ranks), _calls_bytes(ranks)
@@ -141,6 +145,11 @@ class ShmSegment:
         """The blocks through which its owner sends messages to ``peer``."""
         start = _RINGS_AT + peer * BLOCKS * BLOCK_BYTES
         return [self._memory[start + index * BLOCK_BYTES :][:BLOCK_BYTES].data for index in range(BLOCKS)]
+
+    @property
+    def memory(self) -> Bytes:
+        """All of it; the mapping lives as long as this array."""
+        return self._memory
 
     def semaphore_place(self, index: int) -> Bytes:
         """The bytes of its owner's semaphore with this index."""

@@ -132,6 +132,9 @@ class TcpEndpoint(Endpoint):
         """Guards ``_outgoing`` and ``_incoming`` between the rank's thread and the listener's."""
         self._busy = threading.RLock()
         """Held by the thread that uses the sockets, so that ``close`` does not close them meanwhile."""
+        self._background = threading.Lock()
+        """Held by the listener's thread while it handles replies; ``close`` waits for it."""
+        self._closing = False
         self._error: HoopError | None = None
         self._woken = False
         self._link_announced: set[int] = set()
@@ -590,7 +593,9 @@ class TcpEndpoint(Endpoint):
         """Called by the listener's thread from time to time, because this rank may compute for long."""
         if not any(link.retransmit_buffer for link in list(self._outgoing.values())):
             return
-        if self._busy.acquire(blocking=False):  # else the rank's thread handles them
+        with self._background:
+            if self._closing or not self._busy.acquire(blocking=False):
+                return  # ``close`` or the rank's thread handles them
             try:
                 self._handle_replies()
                 while self._pending and self._push_pending():
@@ -687,7 +692,9 @@ class TcpEndpoint(Endpoint):
 
     def close(self) -> None:
         self._on_close(self)
-        if self._error is None and self._busy.acquire(blocking=False):  # else another thread waits, and raises
+        with self._background:
+            self._closing = True
+        if self._error is None and self._busy.acquire(blocking=False):  # else the rank's thread waits, and raises
             with contextlib.suppress(HoopError):
                 self._wait_for_acknowledgements()
             self._busy.release()

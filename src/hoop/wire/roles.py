@@ -29,7 +29,7 @@ _TABLE = """
     hoop.v1.Device          coordinator  StartTask ReassignTask CommitReassignment WatchTask StopTask
     hoop.v1.Device          coordinator  Reserve Release Describe Write Read Free ListBuffers CheckLinks
     hoop.v1.Device          coordinator  Examine
-    hoop.v1.Device          client       Describe Write Read Allocate Free ListBuffers
+    hoop.v1.Device          client       Describe Write Read Allocate Free ListBuffers TraceTask
     gpu_sim.GPUDevice       device       StreamSend
     gpu_sim.GPUDevice       client       GetDeviceMetadata BeginSend BeginReceive GetStreamStatus
     gpu_sim.GPUDevice       client       Memcpy SetupCommunication ResetGpu

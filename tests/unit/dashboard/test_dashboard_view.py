@@ -64,6 +64,13 @@ def test_a_device_that_loads_a_job_is_joining() -> None:
     assert states(view)[2] is DeviceState.JOINING
 
 
+def test_devices_that_have_loaded_the_job_and_train_are_not_joining() -> None:
+    job = JobView(1, status="running", devices=(1, 2))
+    for event in (ev.WaitingForDevice([1, 2, 3], 1.0, "devices load"), steps(0, 1.0)):
+        job = after_event(job, Observed(event))
+    assert job.loading == (3,)
+
+
 def test_a_dead_device_stays_on_the_ring_for_some_seconds_and_the_others_close_up() -> None:
     view = views.with_status(ClusterView(), status(member(1), member(2)), 1.0)
     view = views.with_status(view, status(member(1), member(2, "dead")), 2.0)

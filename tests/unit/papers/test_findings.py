@@ -10,14 +10,18 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from hoop.cli.commands import command_line
 from hoop.data.mnist import mnist
 from hoop.errors import NotFound
-from hoop.lab.papers.catalog import STUDIES, study_named, summary
-from hoop.lab.papers.experiment import Findings, How, Verdict, busy_cores, make_table, stored_claims
+from hoop.lab.papers.catalog import STUDIES, Study, study_named, summary
+from hoop.lab.papers.experiment import Experiment, Findings, How, Verdict, busy_cores, make_table, stored_claims
 from hoop.lab.papers.mnist_pipeline import listing_3
 from hoop.lab.papers.predicted import all_reduce_seconds
 from hoop.lab.papers.subset import subset_of
+from hoop.report.chart import Chart, ChartLine, Lines
+from hoop.report.page_files import write_page
 from hoop.simulate.cluster import Link
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,15 +32,46 @@ def test_claims_round_trip_through_a_report(tmp_path: Path) -> None:
     found = Findings(limits=["two cores"])
     found.claim("faster", paper="83 ms | 8 ms", ours="9 ms", how="measured", verdict="in part", why="<why>")
     found.section("Speed", "prose", make_table([{"nodes": 1, "a step": 0.5}], "Steps", a_step="s"))
-    found.page("title", "lead", {"command": "hoop reproduce x"}).write(tmp_path)
+    write_page(found.page("title", "lead", {"command": "hoop reproduce x"}), tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     (claim,) = stored_claims(report)
     assert (claim["the paper"], claim["verdict"], claim["why"]) == ("83 ms | 8 ms", "in part", "<why>")
-    html = (tmp_path / "report.html").read_text()
-    assert html.index("faster") < html.index("two cores") < html.index("Steps")
-    assert "a step (s)" in html
-    assert "<why>" not in html
+    text = (tmp_path / "report.md").read_text()
+    assert text.index("faster") < text.index("two cores") < text.index("Steps")
+    assert "a step (s)" in text
+    assert "<why>" not in text
     assert (tmp_path / "report-2.csv").read_text() == "nodes,a step (s)\n1,0.5\n"
+
+
+@pytest.mark.parametrize("bokeh", [True, False])
+def test_reproduce_writes_a_page_if_it_can_and_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bokeh: bool
+) -> None:
+    """The command itself, with a study that measures nothing."""
+    if bokeh:
+        pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[dashboard]'")
+    else:
+        monkeypatch.setattr("hoop.report.page_files.can_draw", lambda: False)
+
+    class Small(Study):
+        def run(self, experiment: Experiment) -> Findings:
+            found = Findings()
+            found.claim("faster", paper="83 ms", ours="9 ms", how="measured", verdict="holds", why="it is")
+            found.section("Speed", Chart("speed", "Speed", [Lines("ms", [ChartLine("ring", [1, 2], [8.0, 9.0])])]))
+            return found
+
+    monkeypatch.setitem(STUDIES, "small", Small("small", "A paper", "How fast?"))
+    result = CliRunner().invoke(command_line(), ["reproduce", "small", "--out", str(tmp_path)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "holds          faster" in result.stdout
+    assert json.loads((tmp_path / "charts.json").read_text())[0]["panels"][0]["lines"][0]["y"] == [8.0, 9.0]
+    assert (tmp_path / "report.html").exists() is bokeh
+    assert result.stderr.count("pip install 'hoop[dashboard]'") == (0 if bokeh else 1)
+    if bokeh:
+        from page_charts import charts_in
+
+        (chart,) = charts_in((tmp_path / "report.html").read_text())
+        assert chart.columns("ring") == {"x": [1.0, 2.0], "y": [8.0, 9.0]}
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])

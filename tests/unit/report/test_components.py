@@ -12,10 +12,10 @@ pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[d
 from bokeh.models import ColumnDataSource, FactorRange, HoverTool, Legend
 from bokeh.plotting import figure
 
+from hoop.report.chart import MAX_SPANS
 from hoop.report.components import (
     MAX_POINTS,
-    MAX_SPANS,
-    THEME_SCRIPT,
+    PAGE_SCRIPT,
     Mark,
     MarkKind,
     Series,
@@ -25,6 +25,7 @@ from hoop.report.components import (
     mark_columns,
     plain,
     run_marks,
+    short,
     span_columns,
     time_split,
     timeline,
@@ -143,11 +144,25 @@ def test_every_colour_is_one_of_the_theme() -> None:
     tags = [tag for model in found.references() for tag in model.tags]
     assert "theme:fill_color=c0" in tags
     assert "theme:major_label_text_color=ink" in tags
-    themes = json.loads(THEME_SCRIPT.partition("const themes = ")[2].partition(";\n")[0])
+    themes = json.loads(PAGE_SCRIPT.partition("const themes = ")[2].partition(";\n")[0])
     assert themes["light"]["c0"] == LIGHT.colours[0]
     assert themes["dark"]["ink"] == DARK.ink
     names = {tag.partition("=")[2] for tag in tags if tag.startswith("theme:")}
     assert names <= set(themes["light"]) == set(themes["dark"])
+
+
+def test_a_legend_has_as_many_columns_as_fit_on_a_phone_and_its_rows_do_not_shrink_the_plot() -> None:
+    few = curve([Series.of(f"s{index}", [1], [1.0]) for index in range(6)], "loss")
+    long = curve([Series.of(f"a rather long name, number {index}", [1], [1.0]) for index in range(6)], "loss")
+    assert (few.legend[0].ncols, long.legend[0].ncols) == (3, 1)
+    assert long.height - few.height == 4 * (few.height - curve([], "loss").height) / 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.25, "0.25"), (1500, "1500"), (437544, "438k"), (4 << 20, "4.19M"), (-0.001, "-0.001")]
+)
+def test_numbers_in_a_few_characters(value: float, text: str) -> None:
+    assert short(value) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.0694, "69 ms"), (3.25, "3.2 s"), (125, "2 min 5 s")])

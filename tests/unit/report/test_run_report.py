@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[dashboard]'")
+
+from page_charts import assert_offline, charts_in, texts_of
 
 from hoop import job_events as ev
 from hoop.errors import NotFound
@@ -72,16 +73,6 @@ def write_run(out: Path, devices: int = 2, job: str = "mnist") -> None:
     (out / "result.json").write_text(json.dumps(result))
 
 
-def texts(page: str) -> str:
-    """The page without scripts and styles, unescaped."""
-    return html.unescape(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL))
-
-
-def assert_offline(page: str) -> None:
-    assert re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)\s*=", page) == []
-    assert "default-src 'none'" in page
-
-
 @pytest.mark.parametrize("devices", [1, 64])
 def test_a_whole_run(tmp_path: Path, devices: int) -> None:
     write_run(tmp_path, devices)
@@ -89,11 +80,22 @@ def test_a_whole_run(tmp_path: Path, devices: int) -> None:
     assert path == tmp_path / "report.html"
     page = path.read_text()
     assert_offline(page)
-    shown = texts(page)
+    shown = texts_of(page)
     for text in (HASH, "90.00 %", "longest pause 80 ms", "rank 1 is gone", "2.13.0", "optimizer.lr", "finished"):
         assert text in shown, text
-    assert page.count("data-root-id") == len(re.findall(r'class="chart"', page)) == 8
-    assert f"device {devices}" in page
+    assert page.count('data-root-id="') == len(re.findall(r'class="chart"', page)) == 8
+    charts = {(chart.labels, tuple(chart.legend)): chart for chart in charts_in(page)}
+    assert len(charts) == 8
+    loss = charts[("step", "loss"), ("training", "test", "device lost", "recovered")]
+    assert loss.columns("training") == {"x": [1.0, 2.0, 3.0, 4.0], "y": [2.0, 1.0, pytest.approx(2 / 3), 0.5]}
+    assert loss.columns("test") == {"x": [4.0], "y": [0.4]}
+    names = [f"device {device}" for device in range(1, devices + 1)]
+    whole = charts[("share of its time (%)", None), ("compute", "communicate", "idle")]
+    assert whole.columns("idle")["device"] == names
+    assert whole.columns("idle")["idle"] == [20.0] * devices
+    line = charts[("time (ms)", None), ("forward", "update", "communicate")]
+    assert sorted({*line.columns("forward")["device"]}, key=names.index) == names
+    assert line.columns("forward")["name"].count("0U") == devices
 
 
 def test_marks_are_read_from_the_events(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_texts_of_a_hostile_run_are_text(tmp_path: Path) -> None:
     page = run_report(tmp_path)
     assert "<script>alert" not in page
     assert "<img" not in page
-    assert HOSTILE in texts(page)
+    assert HOSTILE in texts_of(page)
     assert_offline(page)
 
 
@@ -129,7 +131,7 @@ def test_a_missing_or_damaged_file_costs_only_its_section(tmp_path: Path, name: 
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    shown = texts(run_report(tmp_path))
+    shown = texts_of(run_report(tmp_path))
     if name != "result.json":
         assert HASH in shown
     else:
@@ -140,7 +142,7 @@ def test_a_missing_or_damaged_file_costs_only_its_section(tmp_path: Path, name: 
 
 def test_a_folder_with_one_file_only_has_a_page_without_charts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"job": "mnist", "devices": 2}')
-    shown = texts(run_report(tmp_path))
+    shown = texts_of(run_report(tmp_path))
     assert "did not finish: there is no whole result.json" in shown
     assert "No step was reported" in shown
 
@@ -166,7 +168,7 @@ def test_a_resumed_run_keeps_its_earlier_marks_and_shows_where_it_went_on(tmp_pa
     marks = marks_of(RunFiles.read(tmp_path))
     assert marks[0].kind is MarkKind.FAULT
     assert (marks[-1].kind, marks[-1].step) == (MarkKind.RESUMED, 4)
-    assert "resumed after step 4" in texts(run_report(tmp_path))
+    assert "resumed after step 4" in texts_of(run_report(tmp_path))
 
 
 def test_an_event_with_values_of_other_types_becomes_a_warning(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_an_event_with_values_of_other_types_becomes_a_warning(tmp_path: Path) -
         log.log(Observed(ev.CheckpointWritten(3, "a", 4, 0.1), time=2.0), 3)
     marks = marks_of(RunFiles.read(tmp_path))
     assert [mark.kind for mark in marks] == [MarkKind.WARNING, MarkKind.CHECKPOINT]
-    assert "'recovered' has values of other types" in texts(run_report(tmp_path))
+    assert "'recovered' has values of other types" in texts_of(run_report(tmp_path))
 
 
 def test_a_run_without_an_events_file_has_marks_from_its_ledger(tmp_path: Path) -> None:

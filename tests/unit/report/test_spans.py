@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hoop.report.spans import Shares, Span, by_track, shares, window
+from hoop.report.palette import KINDS
+from hoop.report.spans import COMMUNICATE, COMPUTE, Shares, Span, by_track, kind_of, shares, window
 
 
 def test_shares_add_up_and_overlapped_communication_is_not_counted() -> None:
@@ -33,3 +34,8 @@ def test_no_spans_and_zero_durations() -> None:
         "a",
         "b1",
     ]
+
+
+def test_every_category_has_a_colour() -> None:
+    assert {kind_of(category) for category in COMPUTE + COMMUNICATE} == set(KINDS)
+    assert kind_of("idle") is kind_of("wait") is None

@@ -31,11 +31,54 @@ def test_simulate_prints_a_table_and_writes_charts(tmp_path: Path) -> None:
     assert "shipped with Hoop" in output
     assert "data: goodput" in output
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"table.json", "table.md", "timeline-data.svg", "trace-data.json"} <= names
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert {"report.json", "report.md", "report-1.csv", "charts.json", "trace-data.json"} <= names
+    rows = json.loads((tmp_path / "report.json").read_text())["tables"][0]["rows"]
     assert [row["strategy"] for row in rows] == ["data", "ps:mode=asp,servers=1"]
     events = json.loads((tmp_path / "trace-data.json").read_text())["traceEvents"]
     assert {"device 0", "device 7"} <= {event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
+@pytest.mark.parametrize("devices", [3, 64])
+def test_the_page_of_simulate_shows_every_strategy_and_device(tmp_path: Path, devices: int) -> None:
+    pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[dashboard]'")
+    from page_charts import assert_offline, charts_in
+
+    run_cli("simulate", "mnist", "-n", str(devices), "-s", "data", "-s", "ps:bsp", "--out", str(tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    assert_offline(page)
+    rows = json.loads((tmp_path / "report.json").read_text())["tables"][0]["rows"]
+    step, memory, *charts = charts_in(page)
+    names = [row["strategy"] for row in rows]
+    assert step.columns("compute")["device"] == memory.all_columns()[0]["group"] == names
+    shares = step.columns("compute")
+    for index, row in enumerate(rows):
+        total = sum(shares[kind][index] for kind in ("compute", "communicate", "other", "idle"))
+        assert total == pytest.approx(row["step"]), "the parts of a step add up to its time"
+    assert memory.all_columns()[0]["value"] == pytest.approx([row["memory"] for row in rows])
+    for split, timeline in (charts[:2], charts[2:]):
+        assert split.columns("idle")["device"] == [f"device {rank}" for rank in range(devices)]
+        kinds = ("compute", "communicate", "other", "idle")
+        for parts in zip(*(split.columns("idle")[kind] for kind in kinds), strict=True):
+            assert sum(parts) == pytest.approx(100)
+        assert {*timeline.columns("forward")["device"]} == {f"device {rank}" for rank in range(devices)}
+        assert {"forward", "backward", "communicate"} <= {*timeline.legend}
+
+
+def test_the_page_of_plan_shows_every_candidate(tmp_path: Path) -> None:
+    pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[dashboard]'")
+    from page_charts import assert_offline, charts_in, texts_of
+
+    output = run_cli("plan", "mnist", "-n", "3", "--batch-size", "16", "--json", "--out", str(tmp_path))
+    rows = json.loads(output)["rows"]
+    page = (tmp_path / "report.html").read_text()
+    assert_offline(page)
+    step, memory, *traced = charts_in(page)
+    running = [f"{row['strategy']}, {row['micros']} shards" for row in rows if row["runs"]]
+    assert step.columns("idle")["device"] == memory.all_columns()[0]["group"] == running
+    assert len(traced) == 2 * 3, "time by device and timeline of the three fastest strategies"
+    refused = [row for row in rows if not row["runs"]]
+    assert refused
+    assert all(row["why"] in texts_of(page) for row in refused)
 
 
 def test_simulate_prints_json() -> None:

@@ -13,7 +13,7 @@ from hoop.plan.unit_clock import run_rules, timeline
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse
-from hoop.strategies.data_parallel import DataParallel
+from hoop.strategies.data_parallel import DataParallel, for_hosts
 from hoop.strategies.hybrid import Hybrid
 from hoop.strategies.parameter_server import ParameterServer
 from hoop.strategies.pipeline import SCHEDULES, Pipeline
@@ -157,3 +157,23 @@ def test_micro_batches_in_flight_of_each_strategy() -> None:
     assert held(RingModel(limit=2)) == [2, 2, 2, 1]
     assert held(Pipeline("zero-bubble")) == [4, 4, 4, 4]
     assert held(Pipeline("interleaved", 2)) == [11, 9, 7, 5]
+
+
+def test_data_parallel_gives_neighbouring_shards_to_the_ranks_of_a_host() -> None:
+    placed = for_hosts(DataParallel(), ["a", "b", "a", "b"])
+    assert placed.spec == "data"
+    plan = placed.plan(4, 8)
+    assert check(plan) == []
+    assert [plan.computed_by(rank, 0) for rank in range(4)] == [(0, 1), (4, 5), (2, 3), (6, 7)]
+    faster = placed.plan(4, 8, [1, 1, 5, 1])
+    assert [len(faster.computed_by(rank, 0)) for rank in range(4)] == [1, 1, 5, 1]
+    assert faster.computed_by(2, 0) == (1, 2, 3, 4, 5)
+    with pytest.raises(InvalidArgument, match="devices: 3"):
+        placed.plan(3, 8)
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "a"), ("a", "a", "b"), ("a", "b", "c")])
+def test_ranks_in_the_order_of_their_hosts_need_no_other_plan(hosts: tuple[str, ...]) -> None:
+    assert for_hosts(DataParallel(), hosts) == DataParallel()
+    assert for_hosts(for_hosts(DataParallel(), ["a", "b", "a"]), hosts) == DataParallel()
+    assert for_hosts(Pipeline(), ["a", "b", "a"]) == Pipeline()

@@ -121,15 +121,17 @@ class BatchedShards:
         on_shard: Callable[[Instruction], None],
     ) -> None:
         stage_state, rows = self._stage_state, self._rows
-        # Shard by shard: the slot of a shard may be free only after the previous shard was merged.
-        shards = self._stage.backward_batched(
-            microbatches[0], gradient, rows, map(stage_state.gradient_views, microbatches)
-        )
         started = now()
-        for index, _ in enumerate(shards):
+
+        def on_gradient(index: int) -> None:
+            nonlocal started
             add_compute_time(started)
             loss = loss_value(losses[index * rows : (index + 1) * rows].sum())
             fingerprint = self._feed.fingerprints.get(microbatches[index], 0)
             stage_state.on_gradient(microbatches[index], (loss, 0.0, float(rows)), self._feed.num_nonempty, fingerprint)
             on_shard(backwards[index])
             started = now()
+
+        # Shard by shard: the slot of a shard may be free only after the previous shard was merged.
+        intos = map(stage_state.gradient_views, microbatches)
+        self._stage.backward_batched(microbatches[0], gradient, rows, intos, on_gradient)

@@ -6,7 +6,7 @@ its slot, not copied. Measured by ``benchmarks/training/kernels.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,10 +126,13 @@ class ChainStage(Stage):
                 at += 1
 
     @torch.no_grad()
-    def backward_batched(self, micro: int, gradient: Tensor, rows: int, intos: Iterable[Views]) -> Iterator[None]:
+    def backward_batched(
+        self, micro: int, gradient: Tensor, rows: int, intos: Iterable[Views], on_shard: Callable[[int], None]
+    ) -> None:
         """Backward of several shards of ``rows`` samples each, whose forward ran as one batch.
 
-        Yields after each shard. ``intos`` has the gradient views of each shard, and is advanced shard by shard.
+        ``intos`` has the gradient views of each shard, and is advanced shard by shard. ``on_shard(index)`` is called
+        after each shard.
         """
         self._backward_activations(micro, gradient, wants_input=False)
         values, gradients = self._pending_weights.pop(micro)
@@ -137,7 +140,7 @@ class ChainStage(Stage):
             part = slice(index * rows, (index + 1) * rows)
             with _WITHOUT_ONEDNN:
                 self._weight_gradients([one[part] for one in values], [one[part] for one in gradients], into)
-            yield
+            on_shard(index)
 
     def max_identical_batch(self, rows: int, most: int) -> int:
         """Return how many shards of ``rows`` samples give the same bits in one batch as one by one; ``most`` at most.

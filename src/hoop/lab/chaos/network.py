@@ -42,31 +42,52 @@ def ip(*arguments: str) -> None:
 
 
 class Network:
-    """Hosts numbered from 1, each with its own address; the process that makes it is an additional host."""
+    """Hosts numbered from 1, each with its own address; the process that makes it is an additional host.
 
-    def __init__(self, hosts: int, cleanup: ExitStack) -> None:
+    With ``second``, every host also has an interface eth1 in another subnet, which nothing else reaches.
+    """
+
+    def __init__(self, hosts: int, cleanup: ExitStack, ipv6: bool = False, second: bool = False) -> None:
         self._name = f"{PREFIX}{os.getpid()}"
-        self._subnet = f"10.251.{os.getpid() % 256}"
-        ip("link", "add", self._name, "type", "bridge")
-        cleanup.callback(ip, "link", "del", self._name)
-        ip("addr", "add", f"{self._subnet}.254/24", "dev", self._name)
-        ip("link", "set", self._name, "up")
+        number = os.getpid() % 256
+        self._subnets = [f"fd00:251:{number:x}::" if ipv6 else f"10.251.{number}."]
+        if second:
+            self._subnets.append(f"fd00:252:{number:x}::" if ipv6 else f"10.252.{number}.")
+        self._ipv6 = ipv6
         for host in range(1, hosts + 1):
-            namespace, veth = self._namespace(host), f"{self._name}-{host}"
-            ip("netns", "add", namespace)
-            cleanup.callback(ip, "netns", "del", namespace)
-            ip("link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            ip("netns", "add", self._namespace(host))
+            cleanup.callback(ip, "netns", "del", self._namespace(host))
+            ip("-n", self._namespace(host), "link", "set", "lo", "up")
+        for interface in range(len(self._subnets)):
+            self._add_bridge(hosts, interface, cleanup)
+
+    def _add_bridge(self, hosts: int, interface: int, cleanup: ExitStack) -> None:
+        """Connects the interface of this number of all hosts."""
+        bridge = f"{self._name}{'x' * interface}"
+        options = ["nodad"] if self._ipv6 else []  # without it a new address cannot be used for a second
+        prefix = 64 if self._ipv6 else 24
+        ip("link", "add", bridge, "type", "bridge")
+        cleanup.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{self._subnets[interface]}{'fe' if self._ipv6 else 254}/{prefix}", "dev", bridge, *options)
+        ip("link", "set", bridge, "up")
+        for host in range(1, hosts + 1):
+            namespace, veth, name = self._namespace(host), f"{bridge}-{host}", f"eth{interface}"
+            ip("link", "add", veth, "type", "veth", "peer", "name", name, "netns", namespace)
             cleanup.callback(ip, "link", "del", veth)
-            ip("link", "set", veth, "master", self._name, "up")
-            ip("-n", namespace, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            ip("-n", namespace, "link", "set", "eth0", "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
+            ip("link", "set", veth, "master", bridge, "up")
+            ip("-n", namespace, "addr", "add", f"{self.address(host, interface)}/{prefix}", "dev", name, *options)
+            ip("-n", namespace, "link", "set", name, "up")
 
     def _namespace(self, host: int) -> str:
         return f"{self._name}-{host}"
 
-    def address(self, host: int) -> str:
-        return f"{self._subnet}.{host}"
+    def address(self, host: int, interface: int = 0) -> str:
+        return f"{self._subnets[interface]}{host:x}" if self._ipv6 else f"{self._subnets[interface]}{host}"
+
+    def bracketed(self, host: int, interface: int = 0) -> str:
+        """The address as it is written before a port."""
+        address = self.address(host, interface)
+        return f"[{address}]" if ":" in address else address
 
     def exec_prefix(self, host: int) -> list[str]:
         """Returns the prefix of a command that is to run on this host."""
@@ -74,8 +95,9 @@ class Network:
 
     def cut(self, host: int, incoming: str = "", outgoing: str = "") -> None:
         """Drops packets on this host from ``incoming`` and to ``outgoing``: an address, ``all``, or empty for none."""
+        family = "ip6" if self._ipv6 else "ip"
         came, left = (
-            "" if not address else "counter drop;" if address == "all" else f"ip {field} {address} counter drop;"
+            "" if not address else "counter drop;" if address == "all" else f"{family} {field} {address} counter drop;"
             for field, address in (("saddr", incoming), ("daddr", outgoing))
         )
         self._set_rules(host, came, left)
@@ -85,17 +107,32 @@ class Network:
         rule = f"numgen random mod 100 < {percent} counter drop;"
         self._set_rules(host, rule, rule)
 
+    def count_sent(self, host: int, low: int, high: int) -> None:
+        """Counts what leaves this host for TCP ports ``low`` to ``high`` from now on; drops nothing any more."""
+        self._set_rules(host, "", f"tcp dport {low}-{high} counter;")
+
+    def count_received(self, host: int, interface: int) -> None:
+        """Counts what reaches this host by this interface from now on; drops nothing any more."""
+        self._set_rules(host, f'iifname "eth{interface}" counter;', "")
+
+    def counted_bytes(self, host: int) -> int:
+        """The bytes that the present rules of this host have counted, headers included."""
+        return self._counted(host, "bytes")
+
     def heal(self, host: int) -> None:
-        """Drops nothing on this host any more."""
+        """Drops and counts nothing on this host any more."""
         self._nft(host, NO_RULES)
 
     def dropped(self, host: int) -> int:
         """How many packets the present rules of this host have dropped."""
+        return self._counted(host, "packets")
+
+    def _counted(self, host: int, unit: str) -> int:
         listed = subprocess.run(
             [*self.exec_prefix(host), "nft", "--json", "list", "ruleset"], stdout=subprocess.PIPE, text=True, check=True
         )
         rules = [one["rule"]["expr"] for one in json.loads(listed.stdout)["nftables"] if "rule" in one]
-        return sum(int(part["counter"]["packets"]) for rule in rules for part in rule if "counter" in part)
+        return sum(int(part["counter"][unit]) for rule in rules for part in rule if "counter" in part)
 
     def _set_rules(self, host: int, came: str, left: str) -> None:
         self._nft(host, NO_RULES + RULES.format(came=came, left=left))
@@ -105,17 +142,17 @@ class Network:
 
 
 @contextmanager
-def private_network(hosts: int) -> Iterator[Network]:
+def private_network(hosts: int, ipv6: bool = False, second: bool = False) -> Iterator[Network]:
     """A network that exists within the block. Networks of processes that were killed are removed first."""
     _remove_stale()
     with ExitStack() as cleanup:
-        yield Network(hosts, cleanup)
+        yield Network(hosts, cleanup, ipv6, second)
 
 
 def _remove_stale() -> None:
     """Removes the networks of processes that exist no more."""
     for folder, remove in ((Path("/run/netns"), ("netns", "del")), (Path("/sys/class/net"), ("link", "del"))):
         for path in folder.glob(f"{PREFIX}*"):
-            found = re.fullmatch(rf"{PREFIX}(\d+)(-\d+)?", path.name)
+            found = re.fullmatch(rf"{PREFIX}(\d+)x?(-\d+)?", path.name)
             if found and not Path(f"/proc/{found[1]}").exists():
                 subprocess.run(["ip", *remove, path.name], capture_output=True, check=False)  # another may be faster

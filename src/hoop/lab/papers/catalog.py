@@ -83,7 +83,8 @@ hoop reproduce all
 ```
 
 A report is a folder, `runs/papers/NAME` unless `--out` says otherwise: `report.html`, one page that needs nothing else,
-the same as `report.md`, every table as `report-N.csv` and all of them in `report.json`, every plot as SVG.
+the same as `report.md`, every table as `report-N.csv` and all of them in `report.json`, the values of every chart in
+`charts.json`. The page needs Bokeh (`pip install 'hoop[dashboard]'`); a button beside each chart saves it as SVG.
 
 - **measured**: real devices, real processes, real kills, on the machine that is named. **simulated**: the same plans in
   virtual time, with costs that were measured.

@@ -21,7 +21,6 @@ from hoop.job_events import JobEvent, Recovered, Resized, Steps
 from hoop.lab.papers.experiment import Experiment, Findings, RunningCluster, TrainingRun, make_table, median_seconds
 from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, all_reduce_seconds
 from hoop.report.chart import Chart, ChartLine, Lines
-from hoop.report.page import Picture
 
 UNDETECTED_S = 4.0
 """Observation time where no detection is expected."""
@@ -164,6 +163,7 @@ def chunked_ring(experiment: Experiment, findings: Findings) -> None:
     best = min(chunked_rows, key=lambda row: float(row["chunked"]))
     worst = max(chunked_rows, key=lambda row: float(row["chunked"]))
     chart = Chart(
+        "chunks",
         f"All-reduce of {format_size(4 * count)} by size of chunk",
         [
             Lines(
@@ -182,7 +182,7 @@ def chunked_ring(experiment: Experiment, findings: Findings) -> None:
         "chunk of that size or more **is** the plain ring, and how far its row is from plain is the noise. Smaller "
         "chunks let adding overlap with moving, and cost a message each.",
         make_table(table, "Chunked ring by size of chunk", chunked="ms", plain="ms"),
-        Picture("chunks", chart.svg(), "Measured."),
+        chart,
     )
     _simulated(findings)
     gain = plain / best["chunked"]
@@ -273,13 +273,14 @@ def _restart(experiment: Experiment, findings: Findings) -> None:
     changes = [one for one in disturbed.events if isinstance(one, Recovered | Resized)]
     table = [_row("undisturbed", undisturbed), _row("killed, joined", disturbed)]
     chart = Chart(
+        "restart",
         "Loss, with a device killed and another joined",
         [
             Lines(
                 "training loss",
                 [
                     ChartLine("undisturbed", range(len(undisturbed.losses)), undisturbed.losses),
-                    ChartLine("disturbed", range(len(disturbed.losses)), disturbed.losses, "dashed"),
+                    ChartLine("disturbed", range(len(disturbed.losses)), disturbed.losses, dashed=True),
                 ],
             )
         ],
@@ -297,7 +298,7 @@ def _restart(experiment: Experiment, findings: Findings) -> None:
             "Changes of the ranks",
             pause="s",
         ),
-        Picture("restart", chart.svg(), "Measured."),
+        chart,
     )
     pauses = ", ".join(f"{one.pause_s:.2f} s" for one in changes) or "no recovery"
     findings.claim(

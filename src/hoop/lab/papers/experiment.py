@@ -24,9 +24,10 @@ from hoop.config import parse_size
 from hoop.errors import InternalError
 from hoop.job_events import JobEvent
 from hoop.launch.processes import LEAVE_WITH_STDIN, hoop_command, start_process, terminate_process
-from hoop.report.page import Page, Picture, Section
+from hoop.report.chart import Chart
+from hoop.report.page import Page, Section
 from hoop.report.tables import Column, Table
-from hoop.resources import STARTED, Request, admit
+from hoop.resources import STARTED, Request, admit, available_cores
 
 if TYPE_CHECKING:
     from hoop.engine.job import Job
@@ -73,7 +74,7 @@ class Findings:
     def claim(self, claim: str, *, paper: str, ours: str, how: How, verdict: Verdict, why: str = "") -> None:
         self.claims.append(PaperClaim(claim, paper, ours, how, verdict, why))
 
-    def section(self, heading: str, *blocks: str | Table | Picture) -> None:
+    def section(self, heading: str, *blocks: str | Table | Chart) -> None:
         self.sections.append(Section(heading, blocks))
 
     def page(self, title: str, lead: str, facts: dict[str, str]) -> Page:
@@ -213,7 +214,7 @@ class Experiment:
 
     @property
     def cores(self) -> int:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return available_cores()
 
     @property
     def busy(self) -> bool:

@@ -28,7 +28,6 @@ from hoop.errors import InternalError
 from hoop.lab.papers.experiment import Experiment, Findings, TrainingRun, Verdict, grade, make_table, median_seconds
 from hoop.lab.papers.predicted import ETHERNET, all_reduce_seconds
 from hoop.report.chart import Bars, Chart, ChartLine, Lines
-from hoop.report.page import Picture
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as gpu_sim
 from hoop.wire.generated import gpu_sim_pb2_grpc as gpu_sim_grpc
@@ -176,6 +175,7 @@ def _measured(experiment: Experiment, findings: Findings) -> None:
     at = next(row for row in table if row["devices"] == DEVICES)
     groups = [f"{row['devices']} devices" for row in table]
     chart = Chart(
+        "ring-against-naive",
         "One all-reduce of the MLP's gradient",
         [
             Bars(
@@ -195,7 +195,7 @@ def _measured(experiment: Experiment, findings: Findings) -> None:
         "- **ring**: the devices run the ring alone\n"
         "- **tree**: so too a tree",
         make_table(table, "Latency of an all-reduce", **dict.fromkeys(VARIANTS, "ms")),
-        Picture("ring-against-naive", chart.svg(), "Measured; dashed, the paper's figures."),
+        chart,
     )
     less = 1 - at["ring"] / at["listed"]
     findings.claim(
@@ -217,8 +217,9 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
     ms = {name: [1000 * all_reduce_seconds(GRADIENT, count, name, ETHERNET) for count in devices] for name in names}
     small = {name: 1000 * all_reduce_seconds(17, devices[-1], name, ETHERNET) for name in names}
     chart = Chart(
+        "simulated",
         "One all-reduce of the MLP's gradient, by number of devices",
-        [Lines("time (ms)", [ChartLine(name, devices, ms[name], "dashed") for name in names], kind="log")],
+        [Lines("time (ms)", [ChartLine(name, devices, ms[name], dashed=True) for name in names], kind="log")],
         x_label="devices, a machine each",
         x_kind="log",
         subtitle=f"simulated: {ETHERNET}, float32, 438 KB",
@@ -231,7 +232,7 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
         f"{devices[-1]} devices naive {small['naive']:.1f} ms, ring {small['ring']:.1f} ms, tree {small['tree']:.1f} "
         "ms, because the ring's hops follow one another.",
         make_table(table, "Simulated latency of an all-reduce", **dict.fromkeys(names, "ms")),
-        Picture("simulated", chart.svg(), "Simulated."),
+        chart,
     )
     at, last = devices.index(DEVICES), len(devices) - 1
     findings.claim(
@@ -282,6 +283,7 @@ def _train_models(experiment: Experiment, findings: Findings) -> None:
     }
     table = [_row(name, one) for name, one in runs.items()]
     chart = Chart(
+        "accuracy",
         "Accuracy by epoch",
         [
             Lines(
@@ -305,7 +307,7 @@ def _train_models(experiment: Experiment, findings: Findings) -> None:
         "figure is what plain SGD at a small rate gives, and about what a model with no hidden layer at all reaches: "
         "it says that the program works, and nothing about how well such an MLP can do.",
         make_table(table, "Training on MNIST", time="s", paper_time="s", accuracy="%", paper_accuracy="%"),
-        Picture("accuracy", chart.svg(), "Measured."),
+        chart,
     )
     best = tuned.summary["accuracy"]
     findings.claim(

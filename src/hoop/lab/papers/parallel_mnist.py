@@ -32,7 +32,6 @@ from hoop.lab.papers.subset import subset_of
 from hoop.launch.processes import terminate_process
 from hoop.models.vision import softmax as softmax_model
 from hoop.report.chart import Chart, ChartLine, Lines
-from hoop.report.page import Picture
 from hoop.simulate.cluster import Link
 from hoop.simulate.cost_model import Costs
 
@@ -234,14 +233,16 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         for side in SIDES
         for name in who
     ]
-    lines.append(ChartLine("linear", nodes, nodes, "dashed"))
+    lines.append(ChartLine("linear", nodes, nodes, dashed=True))
     chart = Chart(
+        "speed-up",
         "Speed-up by number of nodes",
         [Lines("times one node's speed", lines)],
         x_label=f"nodes, a core each ({experiment.cores} cores here)",
         subtitle="measured; the same job, one batch an epoch",
     )
     times = Chart(
+        "times",
         "Time of an epoch by size of image",
         [
             Lines(
@@ -264,8 +265,8 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         "them to the root, MPI_Bcast the weights back. **Tasks**, where Ray is installed, are the same arithmetic on a "
         "task-based engine, which OmpCluster is in the paper: a head makes one task a node in every epoch.",
         make_table(table, "An epoch", epoch="s"),
-        Picture("speed-up", chart.svg(), "Measured."),
-        Picture("times", times.svg(), "Measured."),
+        chart,
+        times,
     )
     at = min(most, experiment.cores)
     single = [_find_row(table, "Hoop", side * side, at)["to serial"] for side in SIDES]
@@ -325,8 +326,9 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
             speedups[f"{side * side} pixels, {link}"] = _speedups(costs, "data", nodes, shards, link)
         with_server[side * side] = _speedups(costs, "ps:bsp", (4,), shards, INFINIBAND)[0]
     chart = Chart(
+        "simulated",
         "Speed-up by number of nodes",
-        [Lines("times one node's speed", [ChartLine(name, nodes, up, "dashed") for name, up in speedups.items()])],
+        [Lines("times one node's speed", [ChartLine(name, nodes, up, dashed=True) for name, up in speedups.items()])],
         x_label="nodes, a core each",
         subtitle="simulated: 60 000 images in one batch an epoch, data parallel",
     )
@@ -337,7 +339,7 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
         "Speed-up, beyond this machine",
         "Costs of the job measured on one core here; nodes and links simulated.",
         make_table(table, "Simulated speed-up by number of nodes"),
-        Picture("simulated", chart.svg(), "Simulated."),
+        chart,
     )
     four = [up[nodes.index(4)] for name, up in speedups.items() if str(INFINIBAND) in name]
     most = [up[-1] for name, up in speedups.items() if str(ETHERNET) in name]

@@ -27,7 +27,6 @@ from hoop.lab.papers.predicted import ETHERNET, curve_rows, mean_worker_idle, me
 from hoop.lab.papers.subset import subset_of
 from hoop.models.vision import mlp
 from hoop.report.chart import Bars, Chart, ChartLine, Lines, smoothed
-from hoop.report.page import Picture
 
 STRATEGIES = {
     "RingTMP": "ring",
@@ -265,9 +264,10 @@ def at_scale(experiment: Experiment, findings: Findings) -> None:
     for name, outcomes in curves.items():
         points = [(n, one) for n, one in zip(nodes, outcomes, strict=True) if one is not None]
         idle = [100 * mean_worker_idle(one) for _, one in points]
-        lines[0].append(ChartLine(name, [n for n, _ in points], idle, "dashed"))
-        lines[1].append(ChartLine(name, [n for n, _ in points], [one.speedup for _, one in points], "dashed"))
+        lines[0].append(ChartLine(name, [n for n, _ in points], idle, dashed=True))
+        lines[1].append(ChartLine(name, [n for n, _ in points], [one.speedup for _, one in points], dashed=True))
     chart = Chart(
+        "simulated",
         "Idle share and speed-up by number of nodes",
         [Lines("idle workers (%)", lines[0]), Lines("times one node's speed", lines[1])],
         x_label="nodes, a core each",
@@ -288,7 +288,7 @@ def at_scale(experiment: Experiment, findings: Findings) -> None:
             idle="%",
             sent_a_step="MB",
         ),
-        Picture("simulated", chart.svg(), "Simulated."),
+        chart,
     )
     at = nodes.index(8)
     shown = {name: one for name in STRATEGIES if (one := curves[name][at]) is not None}
@@ -432,11 +432,12 @@ def _idle(experiment: Experiment, findings: Findings, runs: Runs, nodes: Sequenc
     groups = [f"{count} nodes" for count in nodes]
     values = {name: [100 * _worker_idle(name, runs[name, count]) for count in nodes] for name in STRATEGIES}
     chart = Chart(
+        "idle",
         "Idle share of workers",
         [Bars("% of the time", groups, values)],
         subtitle="measured; mean over workers, of the time from the first step to the last",
     )
-    findings.section("Idle time", Picture("idle", chart.svg(), "Measured."))
+    findings.section("Idle time", chart)
     most = nodes[-1]
     ring, quick, server = (values[name][-1] for name in (RING, "RingTMP, asynchronous", SERVER))
     findings.claim(
@@ -471,10 +472,11 @@ def _progress(findings: Findings, runs: Runs, most: int) -> None:
         for name in STRATEGIES
     ]
     chart = Chart(
+        "loss",
         "Loss by iteration",
         [Lines("training loss", lines)],
         x_label="iteration (a global batch)",
-        subtitle=f"measured, {most} nodes",
+        subtitle=f"measured, {most} nodes; the synchronous lines lie on each other",
     )
     table = [
         {
@@ -492,7 +494,7 @@ def _progress(findings: Findings, runs: Runs, most: int) -> None:
         "Progress per iteration",
         "The synchronous ring and BSP compute the same thing: exactly SGD, in the same order of summation.",
         make_table(table, f"After one epoch on {most} nodes", test_accuracy="%"),
-        Picture("loss", chart.svg(), "Measured; the synchronous lines lie on each other."),
+        chart,
     )
     findings.claim(
         "4: per iteration RingTMP makes more progress",
@@ -508,14 +510,13 @@ def _progress(findings: Findings, runs: Runs, most: int) -> None:
 def _scaling(experiment: Experiment, findings: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     lines = [ChartLine(name, nodes, [runs[name, count].summary["seconds"] for count in nodes]) for name in STRATEGIES]
     chart = Chart(
+        "time",
         "Time to finish an epoch",
         [Lines("seconds", lines)],
         x_label="nodes",
-        subtitle=f"measured on {experiment.cores} cores",
+        subtitle=f"measured on {experiment.cores} cores; beyond {experiment.cores} nodes they share cores",
     )
-    findings.section(
-        "Scaling", Picture("time", chart.svg(), f"Measured; beyond {experiment.cores} nodes they share cores.")
-    )
+    findings.section("Scaling", chart)
     first, last = nodes[0], nodes[-1]
     apart = last <= experiment.cores
     gain = {name: runs[name, first].summary["seconds"] / runs[name, last].summary["seconds"] for name in (RING, SERVER)}

@@ -409,6 +409,40 @@ class StopTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TraceTaskRequest(_message.Message):
+    __slots__ = ("job_id", "steps", "timeout_s")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    steps: int
+    timeout_s: float
+    def __init__(self, job_id: _Optional[int] = ..., steps: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class TraceTaskResponse(_message.Message):
+    __slots__ = ("rank", "first_step", "steps", "spans")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    first_step: int
+    steps: int
+    spans: _containers.RepeatedCompositeFieldContainer[TraceSpan]
+    def __init__(self, rank: _Optional[int] = ..., first_step: _Optional[int] = ..., steps: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[TraceSpan, _Mapping]]] = ...) -> None: ...
+
+class TraceSpan(_message.Message):
+    __slots__ = ("instruction", "category", "start", "seconds")
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    CATEGORY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    instruction: str
+    category: str
+    start: float
+    seconds: float
+    def __init__(self, instruction: _Optional[str] = ..., category: _Optional[str] = ..., start: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class CheckLinksRequest(_message.Message):
     __slots__ = ("data_addresses",)
     DATA_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -470,16 +504,52 @@ class JoinResponse(_message.Message):
     def __init__(self, device_id: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("device_id", "incarnation", "memory", "stalls")
+    __slots__ = ("device_id", "incarnation", "memory", "stalls", "activities")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     STALLS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITIES_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     incarnation: str
     memory: DeviceMemory
     stalls: _containers.RepeatedCompositeFieldContainer[Stall]
-    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., stalls: _Optional[_Iterable[_Union[Stall, _Mapping]]] = ...) -> None: ...
+    activities: _containers.RepeatedCompositeFieldContainer[TaskActivity]
+    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., stalls: _Optional[_Iterable[_Union[Stall, _Mapping]]] = ..., activities: _Optional[_Iterable[_Union[TaskActivity, _Mapping]]] = ...) -> None: ...
+
+class TaskActivity(_message.Message):
+    __slots__ = ("job_id", "generation", "rank", "at_s", "steps", "load_s", "forward_s", "backward_s", "communicate_s", "update_s", "idle_s", "bytes_sent", "shards", "stages", "links")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_S_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATE_S_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    generation: int
+    rank: int
+    at_s: float
+    steps: int
+    load_s: float
+    forward_s: float
+    backward_s: float
+    communicate_s: float
+    update_s: float
+    idle_s: float
+    bytes_sent: int
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    stages: _containers.RepeatedScalarFieldContainer[int]
+    links: _containers.RepeatedCompositeFieldContainer[LinkDescription]
+    def __init__(self, job_id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., at_s: _Optional[float] = ..., steps: _Optional[int] = ..., load_s: _Optional[float] = ..., forward_s: _Optional[float] = ..., backward_s: _Optional[float] = ..., communicate_s: _Optional[float] = ..., update_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., shards: _Optional[_Iterable[int]] = ..., stages: _Optional[_Iterable[int]] = ..., links: _Optional[_Iterable[_Union[LinkDescription, _Mapping]]] = ...) -> None: ...
 
 class Stall(_message.Message):
     __slots__ = ("job_id", "communicator_id", "generation", "device_ids", "connecting")
@@ -588,7 +658,7 @@ class Job(_message.Message):
     def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., name: _Optional[str] = ..., min_devices: _Optional[int] = ..., max_devices: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("device", "state", "reason", "memory", "silent_s", "unreachable", "left_out")
+    __slots__ = ("device", "state", "reason", "memory", "silent_s", "unreachable", "left_out", "activities")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -596,6 +666,7 @@ class Member(_message.Message):
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITIES_FIELD_NUMBER: _ClassVar[int]
     device: DeviceDescription
     state: str
     reason: str
@@ -603,7 +674,8 @@ class Member(_message.Message):
     silent_s: float
     unreachable: str
     left_out: bool
-    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., silent_s: _Optional[float] = ..., unreachable: _Optional[str] = ..., left_out: bool = ...) -> None: ...
+    activities: _containers.RepeatedCompositeFieldContainer[TaskActivity]
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., silent_s: _Optional[float] = ..., unreachable: _Optional[str] = ..., left_out: bool = ..., activities: _Optional[_Iterable[_Union[TaskActivity, _Mapping]]] = ...) -> None: ...
 
 class Communicator(_message.Message):
     __slots__ = ("id", "generation", "members", "status", "reason")

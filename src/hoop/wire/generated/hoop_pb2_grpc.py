@@ -96,6 +96,11 @@ class DeviceStub(object):
                 request_serializer=hoop__pb2.StopTaskRequest.SerializeToString,
                 response_deserializer=hoop__pb2.StopTaskResponse.FromString,
                 )
+        self.TraceTask = channel.unary_unary(
+                '/hoop.v1.Device/TraceTask',
+                request_serializer=hoop__pb2.TraceTaskRequest.SerializeToString,
+                response_deserializer=hoop__pb2.TraceTaskResponse.FromString,
+                )
         self.CheckLinks = channel.unary_unary(
                 '/hoop.v1.Device/CheckLinks',
                 request_serializer=hoop__pb2.CheckLinksRequest.SerializeToString,
@@ -221,6 +226,13 @@ class DeviceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TraceTask(self, request, context):
+        """Record the instructions of the next steps of a task, for a picture.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckLinks(self, request, context):
         """From the coordinator: can this device reach the data ports of these others?
         """
@@ -317,6 +329,11 @@ def add_DeviceServicer_to_server(servicer, server):
                     servicer.StopTask,
                     request_deserializer=hoop__pb2.StopTaskRequest.FromString,
                     response_serializer=hoop__pb2.StopTaskResponse.SerializeToString,
+            ),
+            'TraceTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.TraceTask,
+                    request_deserializer=hoop__pb2.TraceTaskRequest.FromString,
+                    response_serializer=hoop__pb2.TraceTaskResponse.SerializeToString,
             ),
             'CheckLinks': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckLinks,
@@ -609,6 +626,23 @@ class Device(object):
         return grpc.experimental.unary_unary(request, target, '/hoop.v1.Device/StopTask',
             hoop__pb2.StopTaskRequest.SerializeToString,
             hoop__pb2.StopTaskResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def TraceTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/hoop.v1.Device/TraceTask',
+            hoop__pb2.TraceTaskRequest.SerializeToString,
+            hoop__pb2.TraceTaskResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -118,6 +118,12 @@ class DeviceStub:
     ]
     """Stop after a step that all ranks agree on."""
 
+    TraceTask: grpc.UnaryUnaryMultiCallable[
+        hoop_pb2.TraceTaskRequest,
+        hoop_pb2.TraceTaskResponse,
+    ]
+    """Record the instructions of the next steps of a task, for a picture."""
+
     CheckLinks: grpc.UnaryUnaryMultiCallable[
         hoop_pb2.CheckLinksRequest,
         hoop_pb2.CheckLinksResponse,
@@ -225,6 +231,12 @@ class DeviceAsyncStub:
         hoop_pb2.StopTaskResponse,
     ]
     """Stop after a step that all ranks agree on."""
+
+    TraceTask: grpc.aio.UnaryUnaryMultiCallable[
+        hoop_pb2.TraceTaskRequest,
+        hoop_pb2.TraceTaskResponse,
+    ]
+    """Record the instructions of the next steps of a task, for a picture."""
 
     CheckLinks: grpc.aio.UnaryUnaryMultiCallable[
         hoop_pb2.CheckLinksRequest,
@@ -365,6 +377,14 @@ class DeviceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hoop_pb2.StopTaskResponse, collections.abc.Awaitable[hoop_pb2.StopTaskResponse]]:
         """Stop after a step that all ranks agree on."""
+
+    @abc.abstractmethod
+    def TraceTask(
+        self,
+        request: hoop_pb2.TraceTaskRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hoop_pb2.TraceTaskResponse, collections.abc.Awaitable[hoop_pb2.TraceTaskResponse]]:
+        """Record the instructions of the next steps of a task, for a picture."""
 
     @abc.abstractmethod
     def CheckLinks(

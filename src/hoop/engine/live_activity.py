@@ -1,0 +1,155 @@
+"""One rank's activity for other threads: sums of its profiler, and a trace of a few steps on request.
+
+    heartbeat thread   read      copies sums that the profiler keeps anyway: the training thread does nothing for it
+    device service     trace     asks for the next steps, and waits
+    training thread    begin_step, end_step   one attribute is read while no trace was requested
+
+``Trainer`` makes one and publishes it (``RankContext.publish_activity``).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from hoop.collectives.rank_activity import RankActivity, StepTrace, TracedSpan
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.profiler import now
+from hoop.errors import FailedPrecondition
+from hoop.events import wall_clock
+from hoop.plan.plan import Plan
+
+MAX_SPANS = 5000
+"""Of one trace; later instructions are left out."""
+_EMPTY = RankActivity()
+Span = tuple[str, str, float, float]
+"""As in ``InstructionProfiler.spans``."""
+
+
+@dataclass
+class _TraceRequest:
+    """A trace that a client waits for. The training thread fills it."""
+
+    steps: int
+    first_step: int = -1
+    traced: int = 0
+    spans: list[Span] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class LiveActivity:
+    """What a rank does. One trainer owns it."""
+
+    def __init__(self) -> None:
+        self._executor: PlanExecutor | None = None
+        self._steps = 0
+        self._request: _TraceRequest | None = None
+        self._first_span: int | None = None
+        """Index of the first span of the step under way, if only a request traces it; None: it is not traced so."""
+        self._plan: Plan | None = None
+        self._work: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        """Shards and stages of this rank in ``_plan``, at the rank ``_rank``."""
+        self._rank = -1
+        self._asking = threading.Lock()
+        self._traces, self._began = False, 0
+        """Whether the step under way is traced for a request, and the index of its first span."""
+
+    # ---- training thread
+
+    def attach(self, executor: PlanExecutor | None) -> None:
+        """The executor that runs the rank's steps from now on; None: the job is over, and its memory is to be freed."""
+        self._executor, self._first_span, self._traces = executor, None, False
+        if executor is None:
+            self._plan = None
+
+    def begin_step(self, first_steps: bool) -> None:
+        """Called before the steps of a stride. ``first_steps``: they are traced for the run's files in any case."""
+        executor = self._executor
+        assert executor is not None, "attached before the first step"
+        spans = executor.profiler.spans
+        if self._first_span is not None:  # a failure interrupted the last step
+            del spans[self._first_span :]
+        requested = self._request is not None
+        executor.profiler.tracing = first_steps or requested
+        self._first_span = len(spans) if requested and not first_steps else None
+        self._traces, self._began = requested, len(spans)
+
+    def end_step(self, done: int, steps: int) -> None:
+        """Called after these steps; ``done``: steps done in the job."""
+        self._steps += steps
+        request, executor = self._request, self._executor
+        traced, self._traces = self._traces, False
+        if executor is not None and traced:
+            self._keep(request, executor.profiler.spans, done, steps)
+
+    def _keep(self, request: _TraceRequest | None, spans: list[Span], done: int, steps: int) -> None:
+        """Moves the spans of these steps to the request; None: its client waits no more."""
+        found = spans[self._began :]
+        if self._first_span is not None:
+            del spans[self._first_span :]
+            self._first_span = None
+        if request is None:
+            return
+        if request.first_step < 0:
+            request.first_step = done - steps
+        request.spans += found[: MAX_SPANS - len(request.spans)]
+        request.traced += steps
+        if request.traced >= request.steps:
+            self._request = None
+            request.done.set()
+
+    # ---- other threads
+
+    def read(self) -> RankActivity:
+        """The newest sums."""
+        executor = self._executor
+        if executor is None:
+            return _EMPTY
+        seconds = executor.profiler.category_seconds
+        shards, stages = self._work_of(executor)
+        return RankActivity(
+            steps=self._steps,
+            load_s=seconds["load"],
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            communicate_s=seconds["reduce"] + seconds["send"] + seconds["push"] + seconds["recv"],
+            update_s=seconds["update"],
+            idle_s=seconds["wait"],
+            bytes_sent=executor.bytes_sent,
+            shards=shards,
+            stages=stages,
+        )
+
+    def trace(self, steps: int, timeout_s: float) -> StepTrace:
+        """Records the next ``steps`` steps; FailedPrecondition if another trace is under way or the job is over."""
+        executor = self._executor
+        if executor is None:
+            raise FailedPrecondition("trace: this rank trains no more")
+        if not self._asking.acquire(blocking=False):
+            raise FailedPrecondition("trace: another trace of this rank is under way; ask again when it has ended")
+        try:
+            request = _TraceRequest(steps)
+            self._request = request
+            request.done.wait(timeout_s)
+            self._request = None
+            offset = wall_clock() - now()
+            return StepTrace(
+                executor.rank,
+                max(0, request.first_step),
+                request.traced,
+                tuple(TracedSpan(name, kind, start + offset, long) for name, kind, start, long in list(request.spans)),
+            )
+        finally:
+            self._asking.release()
+
+    def _work_of(self, executor: PlanExecutor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shards and stages of this rank; computed once for each plan."""
+        plan, rank = executor.plan, executor.rank
+        if plan is not self._plan or rank != self._rank:
+            if rank >= plan.size:  # between two plans
+                return (), ()
+            stages = tuple(plan.held_by(rank))
+            shards = sorted({micro for stage in stages for micro in plan.computed_by(rank, stage)})
+            self._work, self._rank = (tuple(shards), stages), rank
+            self._plan = plan
+        return self._work

@@ -1,0 +1,10 @@
+"""Hoop's native core: barriers and all-reduces in shared memory, in C, called without the interpreter lock.
+
+``core.c`` and ``fold_kernels.h`` are the library; ``build`` compiles it where a C compiler is there, ``library`` loads
+it where ``HOOP_NATIVE=1``. Otherwise Python and NumPy do the same work: the results have the same bits.
+
+May import: nothing but the modules directly in hoop.
+"""
+
+PUBLIC = ("library",)
+"""Modules that other rooms may import."""

@@ -1,0 +1,67 @@
+"""The barriers of one rank in the native core, on the same semaphores as those of ``shm_endpoint``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from hoop.native.library import EndpointState, NativeLibrary, addresses
+from hoop.transport.call_check import Call
+from hoop.transport.semaphore import YIELDS
+from hoop.transport.shm_segment import ShmSegment, barrier_rounds
+
+_PREPARED_FINGERPRINTS = 1024
+
+
+class NativeBarrier:
+    """One rank's state in the native core; made by its endpoint when every rank's memory is mapped."""
+
+    def __init__(self, library: NativeLibrary, rank: int, segments: Sequence[ShmSegment], polls: int) -> None:
+        """``polls``: before each yield; 0: the ranks of this host share cores."""
+        self.library = library
+        size, rounds = len(segments), barrier_rounds(len(segments))
+        indexes = [(turn * rounds + k, (rank + (1 << k)) % size) for turn in (0, 1) for k in range(rounds)]
+        own = addresses([_address(segments[rank].semaphore_place(index)) for index, _ in indexes])
+        peer = addresses([_address(segments[peer].semaphore_place(index)) for index, peer in indexes])
+        # The counts of entered barriers are the first words of the segments.
+        entered = addresses([_address(segment.memory) for segment in segments])
+        self._memory = own, peer, entered, tuple(segments)
+        """Keeps alive what the state points to."""
+        self.state = EndpointState(
+            rank=rank,
+            size=size,
+            rounds=rounds,
+            polls=polls,
+            yields=YIELDS,
+            own_rounds=ctypes.addressof(own),
+            peer_rounds=ctypes.addressof(peer),
+            entered=ctypes.addressof(entered),
+        )
+        for turn, row in enumerate(segments[0].call_fingerprints):
+            self.state.fingerprints[turn] = ctypes.addressof(ctypes.c_char.from_buffer(row))
+        self.address = ctypes.addressof(self.state)
+        self._barrier, self._meet, self._meet_comparing = library.barrier, library.meet, library.meet_comparing
+        self._pointer = ctypes.c_void_p(self.address)
+        self._fingerprints: dict[int, ctypes.c_uint64] = {}
+        """Prepared arguments."""
+
+    def enter(self, call: Call | None, sleep_ns: int = 0) -> int:
+        """Enters a barrier, or goes on with one that is not finished; returns the library's code.
+
+        ``sleep_ns``: how long it may sleep; 0: it polls and does not sleep.
+        """
+        if sleep_ns:
+            fingerprint = call.fingerprint if call is not None else 0
+            return self._barrier(self.address, call is not None, fingerprint, sleep_ns)
+        if call is None:
+            return self._meet(self._pointer)
+        prepared = self._fingerprints.get(call.fingerprint)
+        if prepared is None:
+            if len(self._fingerprints) >= _PREPARED_FINGERPRINTS:
+                self._fingerprints.clear()
+            prepared = self._fingerprints[call.fingerprint] = ctypes.c_uint64(call.fingerprint)
+        return self._meet_comparing(self._pointer, prepared)
+
+
+def _address(memory: object) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[arg-type]
