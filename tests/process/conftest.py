@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """Starts ``hoop …`` in the background for one test."""
     with background_processes(tmp_path) as start_process:
         yield start_process
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """Headless Chromium, driven by Playwright."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium on the PATH")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        try:
+            yield started
+        finally:
+            started.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,14 @@ import re
 import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ from hoop.dashboard.cluster_tab import traffic
 from hoop.dashboard.server import DashboardConfig, DashboardServer
 from hoop.dashboard.tracer import Tracer
 from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView, with_status
+from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from background import Running
@@ -42,7 +45,6 @@ if TYPE_CHECKING:
 
 UP = ("--devices", "3", "--memory", "64MiB")
 WITHIN_S = 120.0
-CHROMIUM = shutil.which("chromium")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -219,6 +221,55 @@ def test_beyond_loopback_the_page_asks_for_the_password(up: Running, start: Star
     assert get(url, Cookie=f"{cookie.name}=forged")[0] == 302
 
 
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """PEM files of a certificate for 127.0.0.1 that signs itself, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("a certificate needs the openssl command")
+    paths = tmp_path / "dashboard.pem", tmp_path / "dashboard.key"
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=hoop", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-out", str(paths[0]), "-keyout", str(paths[1])]
+    command = ["openssl", "req", *kind, *names, *files]
+    subprocess.run(command, check=True, capture_output=True, timeout=WITHIN_S)
+    return paths
+
+
+def test_with_a_certificate_the_page_is_served_by_https_alone(
+    up: Running, start: Start, certificate: tuple[Path, Path]
+) -> None:
+    path, key = certificate
+    options = ("--port", 0, "--login", "--certificate", path, "--key", key)
+    dashboard = start("dashboard", "-c", up.address, *options)
+    url = urllib.parse.urlsplit(dashboard.address)
+    assert url.scheme == "https"
+    connection = HTTPSConnection(
+        url.hostname or "", url.port, timeout=WITHIN_S, context=ssl.create_default_context(cafile=str(path))
+    )
+    try:
+        connection.request("GET", "/login")
+        answer = connection.getresponse()
+        page = answer.read().decode()
+        assert (answer.status, 'name="_xsrf"' in page) == (200, True)
+        cookie = answer.getheader("Set-Cookie") or ""
+        assert "Secure" in cookie
+        assert "SameSite=Strict" in cookie
+    finally:
+        connection.close()
+    with pytest.raises((HTTPException, OSError)):
+        get(dashboard.address.replace("https", "http"))
+
+
+def test_a_certificate_without_its_key_is_refused(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    path, key = certificate
+    with pytest.raises(InvalidArgument, match="give both of them for HTTPS"):
+        DashboardConfig(certificate=path)
+    with pytest.raises(InvalidArgument, match="PEM files that belong together"):
+        DashboardServer(ClusterView, DashboardConfig(certificate=path, key=path))
+    with pytest.raises(InvalidArgument, match="No such file"):
+        DashboardServer(ClusterView, DashboardConfig(certificate=tmp_path / "none", key=key))
+
+
 def test_the_page_says_that_the_coordinator_does_not_answer_and_goes_on_when_it_is_back(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -353,20 +404,6 @@ def test_without_bokeh_the_command_names_the_remedy(run_hoop: Callable[..., Any]
 
 
 # ---- in a browser
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium on the PATH")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            yield started
-        finally:
-            started.close()
 
 
 @pytest.fixture

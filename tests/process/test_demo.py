@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Running]
 
-CHROMIUM = shutil.which("chromium")
 WITHIN_S = 240.0
 """A machine that is busy with other tests starts and joins a device within this time."""
 DEMO = ("--no-browser", "--port", 0, "--json", "--once")
@@ -119,20 +117,6 @@ def test_ctrl_c_ends_all_processes_of_the_demo(start: Start, wait_for_exit: Call
 
 
 # ---- in a browser
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium on the PATH")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            yield started
-        finally:
-            started.close()
 
 
 def test_the_demos_buttons_work_in_a_browser(browser: Any, start: Start, tmp_path: Path) -> None:

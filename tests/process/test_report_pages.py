@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from hoop.simulate.cost_model import shipped_costs
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
-CHROMIUM = shutil.which("chromium")
 WITHIN_MS = 300_000.0
 HOSTILE = "<img src=x onerror=document.title='owned'>$$x$$"
 FINISHED = "() => window.Bokeh && Bokeh.index.roots.length && Bokeh.index.roots.every((one) => one.has_finished())"
@@ -49,20 +46,6 @@ FIRST_SERIES_VISIBLE = """(name) => {
   const view = Bokeh.index.roots.find((one) => one.model.name === name);
   return view.model.above.concat(view.model.center).find((one) => one.type === "Legend").items[0].renderers[0].visible;
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium on the PATH")
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            yield started
-        finally:
-            started.close()
 
 
 def simulated_page(devices: int) -> Page:

@@ -76,7 +76,10 @@ class NativeAllReduce(_NativeReduction):
 
     def __init__(self, endpoint: SharedEndpoint, operation: Operation, algorithm: str, call: Call | None) -> None:
         name, capacity = ("slots", SLOT_BYTES) if algorithm == "flat" else ("stages", STAGE_BYTES)
-        windows = [addresses([_address(getattr(one, name)[turn]) for one in endpoint.segments]) for turn in (0, 1)]
+        windows = [
+            addresses([_array_address(getattr(segment, name)[turn]) for segment in endpoint.segments])
+            for turn in (0, 1)
+        ]
         state, temporaries = _state(operation.dtype.name, operation.op, operation.count, 2)
         state.algorithm = FLAT if algorithm == "flat" else STAGED
         state.piece = capacity // operation.dtype.itemsize
@@ -137,7 +140,7 @@ class NativeAllReduce(_NativeReduction):
         known_source, known_destination = self._vectors
         if known_source() is source and known_destination() is destination:
             return
-        self._state.source, self._state.destination = _address(source), _address(destination)
+        self._state.source, self._state.destination = _array_address(source), _array_address(destination)
         self._vectors = weakref.ref(source), weakref.ref(destination)
         self._address = 0
 
@@ -158,7 +161,7 @@ class NativeDirectAllReduce(_NativeReduction):
         destinations: Sequence[Array],
     ) -> None:
         """``sources``, ``destinations``: those of all ranks, mapped here."""
-        parts, targets = (addresses([_address(one) for one in arrays]) for arrays in (sources, destinations))
+        parts, targets = (addresses([_array_address(one) for one in arrays]) for arrays in (sources, destinations))
         state, temporaries = _state(operation.dtype.name, operation.op, operation.count, 2)
         state.algorithm = DIRECT
         state.parts, state.targets = ctypes.addressof(parts), ctypes.addressof(targets)
@@ -180,8 +183,8 @@ class NativeOrderedSum(_NativeReduction):
         """``slots``: for each rank its slots, one row each. ``outputs``: of all ranks. ``span``: the elements that
         this rank sums."""
         leaves, steps, result, temporary_count = sum_steps(expression)
-        parts = addresses([_address(slots[leaf.rank][leaf.slot]) for leaf in leaves])
-        targets = addresses([_address(one) for one in outputs])
+        parts = addresses([_array_address(slots[leaf.rank][leaf.slot]) for leaf in leaves])
+        targets = addresses([_array_address(one) for one in outputs])
         additions = (Step * max(1, len(steps)))(*(Step(*one) for one in steps))
         state, temporaries = _state(outputs[0].dtype.name, "sum", outputs[0].size, temporary_count)
         state.algorithm, state.result = ORDERED, result
@@ -248,5 +251,5 @@ def _state(dtype_name: str, op: str, count: int, temporary_count: int) -> tuple[
 _ITEM_BYTES = {"float16": 2, "float32": 4, "float64": 8, "bfloat16": 2, "int8": 1, "int32": 4, "int64": 8, "uint8": 1}
 
 
-def _address(array: Array) -> int:
+def _array_address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])

@@ -31,7 +31,7 @@ class RankActivity:
 
 
 @dataclass(frozen=True)
-class TracedSpan:
+class InstructionSpan:
     """One instruction of a trace."""
 
     instruction: str
@@ -49,7 +49,7 @@ class StepTrace:
     first_step: int
     """Steps done in the job when the trace began."""
     steps: int
-    spans: tuple[TracedSpan, ...]
+    spans: tuple[InstructionSpan, ...]
 
 
 class ActivitySource(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bokeh.layouts import column
 from bokeh.models import FactorRange, HoverTool, LayoutDOM
 
-from hoop.dashboard.palette import CYCLE, GREY, RED, STATE_COLOURS, STATE_SHAPES
+from hoop.dashboard.palette import CYCLE, GREY, RED, SHARE_COLOURS, STATE_COLOURS, STATE_SHAPES
 from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, plural, set_text, table, text_block
 from hoop.dashboard.view import ClusterView, DeviceView
 
@@ -18,6 +18,7 @@ MAX_MEMORY_BARS = 64
 """Devices whose memory is drawn; the table has all."""
 MAX_DRAWN_LINKS = 256
 MAX_LISTED_LINKS = 1000
+CIRCLES = "The circle around a device is its time: computing blue, communicating orange, idle grey."
 MAX_NAMED = 48
 """With more devices on the ring their numbers would overlap; the pointer and the table tell them."""
 
@@ -36,8 +37,8 @@ def ring_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
         {
             "x": x,
             "y": y,
-            "label_x": 1.22 * x,
-            "label_y": 1.22 * y,
+            "label_x": 1.34 * x,
+            "label_y": 1.34 * y,
             "device": one.id,
             "host": one.host,
             "state": str(one.state),
@@ -54,6 +55,37 @@ def ring_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
         }
         for (x, y), one in zip(ring_places(len(devices)), devices, strict=True)
     ]
+
+
+def share_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
+    """The rows of the circles around training devices: the shares of their time, clockwise from the top.
+
+    What is left of a circle is other work: evaluation, checkpoints, recovery.
+    """
+    inner, outer = (0.17, 0.23) if len(devices) <= MAX_NAMED else (0.05, 0.08)
+    rows = []
+    for (x, y), one in zip(ring_places(len(devices)), devices, strict=True):
+        shares = one.activity.shares if one.activity is not None else None
+        if shares is None:
+            continue
+        start = math.pi / 2
+        for what, share in zip(("computing", "communicating", "idle"), shares, strict=True):
+            end = start - 2 * math.pi * min(1.0, share)
+            rows.append(
+                {
+                    "x": x,
+                    "y": y,
+                    "inner": inner,
+                    "outer": outer,
+                    "start": start,
+                    "end": end,
+                    "colour": SHARE_COLOURS[what],
+                    "what": f"device {one.id}, {what}",
+                    "share": f"{share:.0%} of its time",
+                }
+            )
+            start = end
+    return rows
 
 
 def link_rows(view: ClusterView) -> list[dict[str, Any]]:
@@ -204,6 +236,7 @@ class ClusterTab:
             *("x", "y", "label_x", "label_y", "device", "host", "state", "colour", "host_colour", "shape", "size"),
             *("label", "work", "memory", "time", "sends", "reason"),
         )
+        self._shares = Source("shares", "x", "y", "inner", "outer", "start", "end", "colour", "what", "share")
         self._links = Source("links", "x0", "y0", "x1", "y1", "colour", "name", "carries", "width")
         self._traffic = Source("traffic", "from", "to", "rate", "way")
         self._memory = Source("memory", "device", "left", "right", "name", "bytes", "colour")
@@ -270,8 +303,8 @@ class ClusterTab:
             sizing_mode="scale_width",
             aspect_ratio=1,
             max_width=480,
-            x_range=(-1.5, 1.5),
-            y_range=(-1.5, 1.5),
+            x_range=(-1.6, 1.6),
+            y_range=(-1.6, 1.6),
         )
         plot.axis.visible = plot.grid.visible = False
         links = plot.segment(
@@ -284,6 +317,12 @@ class ClusterTab:
             "x", "y", source=self._devices.model, marker="shape", size="size", fill_color="colour", line_color="colour",
             line_width=3,
         )  # fmt: skip
+        shares = plot.annular_wedge(
+            "x", "y", "inner", "outer", "start", "end", direction="clock", source=self._shares.model, color="colour"
+        )
+        plot.add_tools(
+            HoverTool(renderers=[shares], tooltips=[("device", "@what"), ("share", "@share")], description="Time")
+        )
         plot.scatter("label_x", "label_y", source=self._devices.model, marker="dot", size=28, color="host_colour")
         plot.text(
             "label_x", "label_y", text="label", source=self._devices.model, x_offset=8, text_baseline="middle",
@@ -308,8 +347,9 @@ class ClusterTab:
     def update(self, view: ClusterView) -> None:
         """Shows the view."""
         devices = view.on_ring
-        set_text(self._head, paragraph("Cluster", tag="h2"), paragraph(summary(view)))
+        set_text(self._head, paragraph("Cluster", tag="h2"), paragraph(summary(view)), paragraph(CIRCLES))
         self._devices.show(ring_rows(devices))
+        self._shares.show(share_rows(devices))
         self._links.show(link_rows(view))
         self._list.show(
             [

@@ -55,26 +55,28 @@ MARK_SHAPES = {
     MarkKind.JOB: "star",
 }
 
+IDLE, OLIVE = "#c4c4c4", "#a39600"
+SHARE_COLOURS = {"computing": BLUE, "communicating": ORANGE, "idle": IDLE}
 PART_COLOURS = {
-    "load": SKY,
+    "load": OLIVE,
     "forward": BLUE,
     "backward": PURPLE,
     "communicate": ORANGE,
     "update": GREEN,
-    "idle": "#c4c4c4",
+    "idle": IDLE,
     "other": "#6e6e6e",
 }
-"""By part of a step's time (``activity_view.PARTS``)."""
+"""By part of a step's time (``activity_view.PARTS``); in the hues of ``report.palette.KINDS``."""
 CATEGORY_COLOURS = {
-    "load": SKY,
+    "load": OLIVE,
     "forward": BLUE,
     "backward": PURPLE,
     "update": GREEN,
     "reduce": ORANGE,
-    "send": YELLOW,
-    "push": YELLOW,
-    "recv": "#b8860b",
-    "wait": "#c4c4c4",
+    "send": RED,
+    "push": RED,
+    "recv": SKY,
+    "wait": IDLE,
 }
 """By category of an instruction (``plan.instructions.CATEGORY``)."""
 

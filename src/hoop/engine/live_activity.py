@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from hoop.collectives.rank_activity import RankActivity, StepTrace, TracedSpan
+from hoop.collectives.rank_activity import InstructionSpan, RankActivity, StepTrace
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.profiler import now
 from hoop.errors import FailedPrecondition
@@ -137,7 +137,10 @@ class LiveActivity:
                 executor.rank,
                 max(0, request.first_step),
                 request.traced,
-                tuple(TracedSpan(name, kind, start + offset, long) for name, kind, start, long in list(request.spans)),
+                tuple(
+                    InstructionSpan(name, category, start + offset, seconds)
+                    for name, category, start, seconds in list(request.spans)
+                ),
             )
         finally:
             self._asking.release()

@@ -37,8 +37,9 @@ DARK = Theme(
     colours=("#8cc8ff", "#f2703a", "#3ddc97", "#cf66a8", "#f5dd5c", "#8a70e6"),
 )
 
-KINDS = {"forward": 0, "backward": 1, "update": 2, "communicate": 3, "load": 4, "compute": 5}
-"""The colour of each kind of span; ``send``, ``recv``, ``reduce``, ``push``, ``pull`` are communication too."""
+KINDS = {"forward": 0, "backward": 3, "update": 2, "communicate": 1, "load": 4, "compute": 5}
+"""The colour of each kind of span, in the hues of the dashboard. ``send``, ``recv``, ``reduce``, ``push`` and ``pull``
+are communication too."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

@@ -21,10 +21,10 @@ class NativeBarrier:
         self.library = library
         size, rounds = len(segments), barrier_rounds(len(segments))
         indexes = [(turn * rounds + k, (rank + (1 << k)) % size) for turn in (0, 1) for k in range(rounds)]
-        own = addresses([_address(segments[rank].semaphore_place(index)) for index, _ in indexes])
-        peer = addresses([_address(segments[peer].semaphore_place(index)) for index, peer in indexes])
+        own = addresses([_buffer_address(segments[rank].semaphore_place(index)) for index, _ in indexes])
+        peer = addresses([_buffer_address(segments[peer].semaphore_place(index)) for index, peer in indexes])
         # The counts of entered barriers are the first words of the segments.
-        entered = addresses([_address(segment.memory) for segment in segments])
+        entered = addresses([_buffer_address(segment.memory) for segment in segments])
         self._memory = own, peer, entered, tuple(segments)
         """Keeps alive what the state points to."""
         self.state = EndpointState(
@@ -63,5 +63,5 @@ class NativeBarrier:
         return self._meet_comparing(self._pointer, prepared)
 
 
-def _address(memory: object) -> int:
+def _buffer_address(memory: object) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[arg-type]

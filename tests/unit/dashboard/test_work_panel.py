@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("bokeh", reason="the dashboard needs bokeh: pip install 'hoop[dashboard]'")
 
 from hoop.dashboard.activity_view import PARTS, ActivityView, LinkBytes, Sample
-from hoop.dashboard.cluster_tab import link_rows, link_table_rows, traffic
+from hoop.dashboard.cluster_tab import link_rows, link_table_rows, share_rows, traffic
 from hoop.dashboard.job_tab import shard_rows
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.view import ClusterView, DeviceState, DeviceView
@@ -47,6 +48,19 @@ def test_the_bars_and_the_table_have_each_devices_step() -> None:
         ("0", 4, "0-2, 5"),
         ("1", 4, "0-2, 5"),
     ]
+
+
+def test_the_circle_around_a_device_has_the_shares_of_its_time() -> None:
+    idle = replace(worker(9, 2), activity=None)
+    rows = share_rows([worker(7, 0), idle])
+    assert [(row["what"], row["share"]) for row in rows] == [
+        ("device 7, computing", "25% of its time"),
+        ("device 7, communicating", "0% of its time"),
+        ("device 7, idle", "50% of its time"),
+    ]
+    turns = [(row["start"] - row["end"]) / (2 * math.pi) for row in rows]
+    assert turns == pytest.approx([0.25, 0, 0.5])
+    assert [row["start"] for row in rows[1:]] == [row["end"] for row in rows[:-1]], "one after the other"
 
 
 def test_without_activity_the_shards_are_those_of_the_balancer() -> None:
