@@ -117,8 +117,11 @@ def sums(ranks: Ranks, kind: DType, op: str, in_place: bool) -> list[list[Array]
 @needs_core
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_reduces_have_the_bits_of_numpy(size: int) -> None:
+    """With 2 ranks every type and operation; with more every type, and the operations in turn."""
     with Ranks("shm", size) as native, Ranks(NUMPY, size) as numpy:
         cases = [(kind, op) for kind in DTYPES.values() for op in OPERATIONS]
+        if size > 2:
+            cases = [(kind, OPERATIONS[index % len(OPERATIONS)]) for index, kind in enumerate(DTYPES.values())]
         for index, (kind, op) in enumerate(cases):
             in_place = index % 2 == 0
             found, expected = sums(native, kind, op, in_place), sums(numpy, kind, op, in_place)

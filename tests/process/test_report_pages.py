@@ -112,7 +112,7 @@ def test_charts_are_saved_as_svg(browser: Any, tmp_path: Path) -> None:
     page.goto(file.as_uri())
     page.wait_for_function(FINISHED)
     saved: list[Any] = []
-    page.on("download", saved.append)
+    page.on("download", lambda download: saved.append(download))
     page.locator("[data-save-svg=hostile]").click()
     while len(saved) < 3:
         page.wait_for_event("download")

@@ -58,9 +58,9 @@ class ActionBar:
 
     def update(self, view: ClusterView) -> None:
         """Shows the devices that there are, and what the last actions did."""
-        options = [(str(one.id), f"{one.id}: {one.state}") for one in view.devices if not one.state.is_gone]
+        options = [(str(one.id), f"device {one.id}") for one in view.devices if not one.state.is_gone]
         # One that was stopped counts as dead, and can be continued.
-        options += [(str(one.id), f"{one.id}: {one.state}") for one in view.devices if one.state.is_gone]
+        options += [(str(one.id), f"device {one.id} ({one.state})") for one in view.devices if one.state.is_gone]
         if options != self._device.options:
             self._device.options = options
         if options and self._device.value not in [value for value, _ in options]:

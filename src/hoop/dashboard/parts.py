@@ -9,7 +9,16 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bokeh.models import ColumnDataSource, DataTable, Div, FactorRange, HoverTool, InlineStyleSheet, TableColumn
+from bokeh.models import (
+    ColumnDataSource,
+    CustomJS,
+    DataTable,
+    Div,
+    FactorRange,
+    HoverTool,
+    InlineStyleSheet,
+    TableColumn,
+)
 from bokeh.models.widgets.tables import StringFormatter
 from bokeh.plotting import figure
 
@@ -81,7 +90,7 @@ class Source:
 
 def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> DataTable:
     """A table with these columns: by field, the title and the width. Its cells are text, never HTML."""
-    return DataTable(
+    found = DataTable(
         source=source.model,
         name=name,
         columns=[
@@ -95,6 +104,9 @@ def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], heig
         reorderable=False,
         stylesheets=[InlineStyleSheet(css=_TABLE_STYLE)],
     )
+    # Bokeh 3.9 draws a table again only when the number of its rows changes.
+    source.model.js_on_change("data", CustomJS(args={"view": found.view}, code="view.change.emit()"))
+    return found
 
 
 def chart(title: str, height: int = 240, hover: Sequence[tuple[str, str]] = (), **options: Any) -> figure:

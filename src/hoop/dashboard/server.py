@@ -38,6 +38,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 """Of a websocket message from a browser."""
 UNUSED_MS = 15_000
 """How long a page is kept after its browser has gone."""
+CLOSE_S = 2.0
+"""For updates of pages that are under way when the server ends."""
 START_S = 60.0
 
 
@@ -148,6 +150,10 @@ class DashboardServer:
             self._server.stop()
             await http.close_all_connections()
             self._server.unlisten()
+            # Updates of pages that are under way end now, because their connections are closed. Cancelled instead, they
+            # would leave messages that Python reports as never sent.
+            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(others, timeout=CLOSE_S)
 
     def _applications(self) -> dict[str, Application]:
         """By path: the page, and for administrators the page with buttons."""

@@ -69,17 +69,22 @@ class Simulator:
         self._thread: threading.Thread | None = None
 
     def ask(self, question: Question) -> str:
-        """Asks for an answer, if none is there or on its way. Does not wait. Returns why it is refused; empty: not."""
+        """Asks for an answer, if none is there or on its way; one that had a problem is asked for again.
+
+        Does not wait. Returns why it is refused; empty: not.
+        """
         if not 1 <= question.devices <= MAX_DEVICES or not 1 <= question.per_host <= MAX_DEVICES:
             return f"{question.devices} devices, {question.per_host} a host: both are in 1..{MAX_DEVICES}"
         with self._lock:
-            if question in self._answers or question in self._asked:
+            known = self._answers.get(question)
+            if (known is not None and not known.problem) or question in self._asked:
                 return ""
             try:
                 self._waiting.put_nowait(question)
             except queue.Full:
                 return f"{MAX_WAITING} simulations wait already; try again later"
             self._asked.add(question)
+            self._answers.pop(question, None)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hoop-dashboard-simulator", daemon=True)
                 self._thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -175,7 +176,7 @@ class Settings:
             elif key in inner:
                 deep[key] = value
             else:
-                raise InvalidArgument(f"{key}: no such setting; there are {', '.join([*own, *sorted(inner)])}")
+                raise InvalidArgument(f"{key}: no such setting; {_known(key, [*own, *sorted(inner)])}")
         if unknown := sorted(set(deep) - inner - {"name"}):
             raise InvalidArgument(f"optimizer: no setting {', '.join(unknown)}; it has {', '.join(sorted(inner))}")
         deep = {
@@ -230,6 +231,27 @@ _KINDS = {
     str: "text",
     tuple: "a list of whole numbers, such as [1, 2]",
 }
+
+
+_ELSEWHERE = {
+    "accumulate_grad_batches": "accumulate",
+    "early_stopping": "patience",
+    "gradient_accumulation_steps": "accumulate",
+    "gradient_clip_val": "clip",
+    "learning_rate": "lr",
+    "max_epochs": "epochs",
+    "max_grad_norm": "clip",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+}
+"""What Keras, Lightning and Hugging Face call settings of Hoop."""
+
+
+def _known(key: str, names: list[str]) -> str:
+    """The end of an error about an unknown setting: the one that is probably meant, and all that there are."""
+    meant = [_ELSEWHERE[key]] if key in _ELSEWHERE else difflib.get_close_matches(key, names, n=1)
+    return f"{f'do you mean {meant[0]}? There' if meant else 'there'} are {', '.join(names)}"
 
 
 def _like(field: str, value: Any, example: Any) -> Any:

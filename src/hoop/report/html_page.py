@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
+from bokeh.document import Document
 from bokeh.embed import file_html
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
@@ -43,7 +44,11 @@ def html_page(page: Page) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     if not figures:  # Bokeh makes no page without a figure
         return template.render({**variables, "bokeh_js": "", "bokeh_css": "", "plot_script": ""})
-    return str(file_html(figures, INLINE, page.title, template=template, template_variables=variables))
+    document = Document()
+    with document.models.freeze():  # else Bokeh collects all models again for every figure
+        for one in figures:
+            document.add_root(one)
+    return str(file_html(document, INLINE, page.title, template=template, template_variables=variables))
 
 
 def _markup(html: str) -> Markup:

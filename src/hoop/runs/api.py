@@ -154,6 +154,11 @@ def _job(
 
     if isinstance(model, str | Job):
         parts.check_only_default()
+        if data is not None:
+            raise InvalidArgument(
+                f"data: {type(data).__name__} is for a model that is given here; a job has its own data "
+                "(dataclasses.replace makes another job of it)"
+            )
     if place.coordinator is not None and not isinstance(model, str):
         raise InvalidArgument(
             f"on: the devices at {place.coordinator} are other processes, to which no object of this one can be sent; "
@@ -224,6 +229,7 @@ def train(
     model: nn.Module | Callable[[int], nn.Module] | Job | str,
     data: Any = None,
     *,
+    test_data: Any = None,
     devices: int | str | tuple[int, int] | None = None,
     on: Ray | str | None = None,
     token: str | None = None,
@@ -253,8 +259,8 @@ def train(
     ``data`` is (inputs, targets), tensors or NumPy arrays, of which float64 becomes float32; any nesting of dicts and
     tuples of them; a map-style dataset with samples of any structure, of which ``collate_fn`` makes batches, loaded by
     ``num_workers`` processes on each device; or a ``DataLoader``, which states batch size, order, collate function and
-    workers. A pair of these is training and test data. Without test data the model is measured on the training data,
-    and ``result.split`` says so.
+    workers. ``test_data`` has the same forms; a pair of them as ``data`` is training and test data, too. Without test
+    data the model is measured on the training data, and ``result.split`` says so.
 
     ``loss`` is ``cross_entropy``, ``mse``, a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``, or a
     function of (model, batch). It trains as it does in PyTorch on the whole batch: a mean as the mean, a sum as the
@@ -283,6 +289,7 @@ def train(
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
     from hoop.engine.job import INHERITED, build_model
     from hoop.runs.job_objects import JobParts, averages, load_into
+    from hoop.runs.user_data import TrainAndTest
 
     if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
         settings["optimizer"], optimizer = optimizer, None
@@ -302,7 +309,7 @@ def train(
         collate_fn=collate_fn,
         num_workers=num_workers,
     )
-    job, name = _job(model, data, parts, settings, place)
+    job, name = _job(model, data if test_data is None else TrainAndTest(data, test_data), parts, settings, place)
     _check_effective(job, settings)
     limit = {"max_devices": place.devices.most} if place.devices is not None and place.devices.most else {}
     wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()

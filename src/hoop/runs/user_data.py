@@ -13,6 +13,13 @@ from hoop.data.tensors import MapData, TensorData
 from hoop.errors import InvalidArgument
 
 
+class TrainAndTest(NamedTuple):
+    """Training and test data as a program gives them, each of any form."""
+
+    train: Any
+    test: Any
+
+
 class UserData(NamedTuple):
     """Training and test data, and the settings that they state."""
 
@@ -27,7 +34,7 @@ def user_data(
     if isinstance(data, Splits):
         return UserData(data, {})
     loading = _Loading(collate_fn, num_workers)
-    if _is_pair_of_splits(data):
+    if isinstance(data, TrainAndTest) or _is_pair_of_splits(data):
         train, settings = loading.dataset(data[0], "train")
         test, _ = loading.dataset(data[1], "test")
         return UserData(Splits(train, test), settings)

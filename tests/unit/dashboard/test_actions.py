@@ -95,7 +95,7 @@ def test_a_click_is_carried_out_and_its_outcome_shown(queue_of: Callable[[Any], 
     queue = queue_of(actor)
     shown, document = page(queue)
     (chosen,) = document.select({"name": "action-device"})
-    assert chosen.options == [("1", "1: training"), ("2", "2: dead")]
+    assert chosen.options == [("1", "device 1"), ("2", "device 2 (dead)")]
     chosen.value = "2"
     for name in ("action-kill", "action-add", "action-leave"):
         click(document, name)

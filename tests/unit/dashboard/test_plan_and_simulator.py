@@ -105,6 +105,9 @@ def test_the_simulator_answers_once_and_survives_errors() -> None:
         assert "KeyError" in wait_for(lambda: simulator.answer(bad)).problem
         assert "not reported" in wait_for(lambda: simulator.answer(unknown)).problem
         assert asked == [QUESTION, bad]
+        simulator.ask(bad)
+        wait_for(lambda: simulator.answer(bad))
+        assert asked == [QUESTION, bad, bad], "an answer with a problem is asked for again, a good one is not"
         assert "1..256" in simulator.ask(Question(1, "data", MAX_DEVICES + 1, 1, ""))
     finally:
         simulator.close()

@@ -20,7 +20,7 @@ from hoop.engine.custom.loss import COUNTED, CustomLoss
 from hoop.engine.job import Job
 from hoop.engine.loss_reduction import with_criterion
 from hoop.errors import InvalidArgument
-from hoop.runs.user_data import user_data
+from hoop.runs.user_data import TrainAndTest, user_data
 
 X, Y = torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3
 SAMPLES = [{"ids": [1, 2, index], "label": index % 3} for index in range(12)]
@@ -51,6 +51,28 @@ def test_a_dict_of_inputs_with_targets_is_a_pair_and_two_dicts_are_training_and_
     assert torch.equal(pair.train.load(rows(2), epoch=0, seed=0)[1], Y[[2]])
     both = user_data(({"a": X}, {"a": X[:5]})).splits
     assert (len(both.train), len(both.test)) == (12, 5)
+
+
+def test_test_data_of_any_form_are_given_by_themselves() -> None:
+    for train, test in (((X, Y), (X[:5], Y[:5])), (X, X[:5]), (SAMPLES, SAMPLES[:5])):
+        splits = user_data(TrainAndTest(train, test)).splits
+        assert (len(splits.train), len(splits.test), splits.evaluated_split) == (12, 5, "test")
+
+
+def test_data_for_a_job_that_has_its_own_are_refused() -> None:
+    either: list[dict[str, Any]] = [{"data": (X, Y)}, {"test_data": (X, Y)}]
+    for given in either:
+        with pytest.raises(InvalidArgument, match="a job has its own data"):
+            hoop.train("mnist", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("batchsize", "batch_size"), ("learning_rate", "lr"), ("max_epochs", "epochs")]
+)
+def test_an_unknown_setting_is_answered_with_the_one_that_is_meant(name: str, meant: str) -> None:
+    setting: dict[str, Any] = {name: 3}
+    with pytest.raises(InvalidArgument, match=rf"{name}: no such setting; do you mean {meant}\? There are job, "):
+        hoop.train("mnist", **setting)
 
 
 def test_samples_of_lists_and_numbers_are_collated() -> None:
