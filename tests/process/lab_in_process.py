@@ -46,6 +46,14 @@ class Servers:
         return str(self.coordinator.coordinator.address)
 
 
+async def end_other_tasks() -> None:
+    """Cancels the tasks that are left, as ``asyncio.run`` does: calls of gRPC that a stopped server has not ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for one in others:
+        one.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 @contextlib.contextmanager
 def lab_servers(devices: int = 2, config: CoordinatorConfig | None = None, **device_options: Any) -> Iterator[Servers]:
     """Starts a coordinator and devices of 1 MiB; the devices' ids are 1, 2, …"""
@@ -81,6 +89,7 @@ def lab_servers(devices: int = 2, config: CoordinatorConfig | None = None, **dev
                 call(device.stop())
             call(coordinator.stop())
     finally:
+        call(end_other_tasks())
         call(loop.shutdown_asyncgens())
         loop.call_soon_threadsafe(loop.stop)
         thread.join(WAIT_S)
