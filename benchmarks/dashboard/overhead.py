@@ -5,8 +5,7 @@
 
 Each turn trains ``hoop train mnist --devices 2`` as often as there are kinds: without a dashboard, with one that no
 browser has opened, and with one that headless Chromium shows. A run's figure is the median time of its steps. The
-browser runs on the same machine, and takes processor time there that a user's own machine would give: with idle
-priority (``chrt --idle``) it takes only what the devices leave.
+browser runs on the same machine, and takes processor time there that a user's own machine would give.
 """
 
 from __future__ import annotations
@@ -27,26 +26,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-KINDS = ("none", "served", "idle", "open")
-LABELS = {
-    "none": "no dashboard",
-    "served": "a dashboard, no browser",
-    "idle": "open in Chromium with idle priority",
-    "open": "open in Chromium",
-}
+KINDS = ("none", "served", "open")
+LABELS = {"none": "no dashboard", "served": "a dashboard, no browser", "open": "a dashboard, open in Chromium"}
 RUN_S = 1800.0
 
 
 @contextlib.contextmanager
-def browser(url: str, idle: bool) -> Iterator[None]:
-    """Headless Chromium that shows the page; ``idle``: with idle priority."""
+def browser(url: str) -> Iterator[None]:
+    """Headless Chromium that shows the page."""
     chromium = shutil.which("chromium")
     assert chromium is not None, "checked at the start"
     with tempfile.TemporaryDirectory(prefix="hoop-chromium-") as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
         options += ["--remote-debugging-port=0", "--window-size=1280,900"]  # with a port it stays open
-        command = [*(["chrt", "--idle", "0"] if idle else []), chromium, *options, url]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([chromium, *options, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield
         finally:
@@ -74,8 +67,8 @@ def train(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         assert process.stderr is not None
         for line in process.stderr:
             errors.append(line)
-            if kind in ("idle", "open") and (found := re.match(r"dashboard (\S+)", line)):
-                opened.enter_context(browser(found[1], idle=kind == "idle"))
+            if kind == "open" and (found := re.match(r"dashboard (\S+)", line)):
+                opened.enter_context(browser(found[1]))
 
     reader = threading.Thread(target=read_errors)
     reader.start()
@@ -97,20 +90,16 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="some of them; none is among them")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if shutil.which("chromium") is None:
         raise SystemExit("chromium is not on the PATH; Debian: apt install chromium")
     if not Path.cwd().joinpath("src", "hoop").is_dir() and "PYTHONPATH" not in os.environ:
         print("this measures the installed Hoop", file=sys.stderr)
-    kinds = tuple(options.kinds.split(","))
-    if "none" not in kinds or not set(kinds) <= set(KINDS):
-        raise SystemExit(f"--kinds {options.kinds}: choose some of {', '.join(KINDS)}, none among them")
-    steps: dict[str, list[float]] = {kind: [] for kind in kinds}
+    steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
     hashes = set()
     for turn in range(options.turns):
-        order = kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]
+        order = KINDS[turn % len(KINDS) :] + KINDS[: turn % len(KINDS)]
         for kind in order:
             result = train(kind, options)
             steps[kind].append(1e3 * result["step_seconds"])
@@ -125,7 +114,7 @@ def main() -> None:
             "most_ms": max(steps[kind]),
             "overhead": statistics.median(steps[kind]) / least - 1,
         }
-        for kind in kinds
+        for kind in KINDS
     ]
     about = {"turns": options.turns, "epochs": options.epochs, "cores": os.cpu_count(), "machine": platform.machine()}
     if options.json:

@@ -154,12 +154,11 @@ def test_the_page_shows_the_devices_and_marks_a_killed_one_dead(
     assert not [one for one in scripts if "://" in one], "the page needs no other server"
     script = get(f"{dashboard.address}/{scripts[0].lstrip('/')}")
     assert script[0] == 200
-    found = wait_for(dashboard.address, monkeypatch, lambda document: len(states(document)) == 3)
-    assert states(found) == {1: "standby", 2: "standby", 3: "standby"}
+    standby = {1: "standby", 2: "standby", 3: "standby"}
+    wait_for(dashboard.address, monkeypatch, lambda document: states(document) == standby)
     (killed,) = [one.device.pid for one in cluster.status().devices if one.device.device_id == 2]
     os.kill(killed, signal.SIGKILL)
-    found = wait_for(dashboard.address, monkeypatch, lambda document: states(document).get(2) == "dead")
-    assert states(found) == {1: "standby", 2: "dead", 3: "standby"}
+    wait_for(dashboard.address, monkeypatch, lambda document: states(document) == {**standby, 2: "dead"})
     dashboard.signal(signal.SIGTERM)
     assert dashboard.wait() == 143
 

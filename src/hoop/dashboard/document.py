@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from bokeh.document import Document
 from bokeh.layouts import column, row
-from bokeh.models import Button, CustomJS, LayoutDOM, Spinner, Toggle
+from bokeh.models import Button, ColumnDataSource, CustomJS, LayoutDOM, Toggle
 from bokeh.themes import Theme as BokehTheme
 
 from hoop.dashboard.action_bar import ActionBar
@@ -127,8 +127,9 @@ class Page:
         self._head = text_block("headline")
         self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._tabs}
         self._dark = Toggle(label="Dark", width=70, name="dark")
-        self._sent = 0
-        self._acknowledged = Spinner(value=0, visible=False, name="acknowledged")
+        # Their tags are numbers of updates. A source has no view: a change makes the browser draw nothing.
+        self._sent = ColumnDataSource(name="sent", tags=[0])
+        self._acknowledged = ColumnDataSource(name="acknowledged", tags=[0])
         self._compose()
 
     def _compose(self) -> None:
@@ -139,8 +140,9 @@ class Page:
             "active", CustomJS(code="document.documentElement.classList.toggle('dark', this.active)")
         )
         # The browser runs this after it has applied an update.
-        acknowledge = CustomJS(args={"acknowledged": self._acknowledged}, code="acknowledged.value = this.tags[0]")
-        self._head.js_on_change("tags", acknowledge)
+        acknowledge = CustomJS(args={"acknowledged": self._acknowledged}, code="acknowledged.tags = this.tags")
+        self._sent.js_on_change("tags", acknowledge)
+        self._head.tags = [self._sent]  # so that it is a part of the document
         buttons = row(*self._buttons.values(), self._dark, styles={"flex-wrap": "wrap"})
         tabs = [tab.layout for tab in self._tabs.values()]
         view = self._read_view()
@@ -153,7 +155,7 @@ class Page:
             self._actions.update(view)
             bar.append(self._actions.layout)
         document = self._document
-        document.add_root(column(self._head, *bar, buttons, *tabs, self._acknowledged, sizing_mode="stretch_width"))
+        document.add_root(column(self._head, *bar, buttons, *tabs, sizing_mode="stretch_width"))
         document.title = "Hoop"
         document.template = page_template()
         document.theme = chart_theme(LIGHT)
@@ -161,16 +163,16 @@ class Page:
 
     def update(self) -> None:
         """Sends what has changed, unless the browser is behind."""
-        acknowledged = int(self._acknowledged.value or 0)
-        if self._sent - acknowledged >= MAX_UNACKNOWLEDGED:
+        (sent,), acknowledged = self._sent.tags, self._acknowledged.tags
+        known = isinstance(acknowledged, list) and len(acknowledged) == 1 and isinstance(acknowledged[0], int)
+        if sent - (acknowledged[0] if known else 0) >= MAX_UNACKNOWLEDGED:
             return
         view = self._read_view()
         self._tabs[self._shown].update(view)
         self._show_headline(view)
         if self._actions is not None:
             self._actions.update(view)
-        self._sent += 1
-        self._head.tags = [self._sent]
+        self._sent.tags = [sent + 1]
 
     def _choose(self, name: str) -> None:
         """Shows one tab."""
