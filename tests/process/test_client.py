@@ -343,10 +343,16 @@ def test_an_error_in_a_group_names_the_operation(comm: hoop.Communicator) -> Non
 
 def test_handles(comm: hoop.Communicator) -> None:
     x = vectors(4_000_000)
-    handle = comm.all_reduce(x, wait=False)
-    assert isinstance(handle, hoop.Handle)
-    with pytest.raises(DeadlineExceeded, match=r"not done after 1e-05 s; it goes on"):
-        handle.wait(1e-5)
+    said, attempts = "", 100  # a sum may be done before this process is scheduled again
+    while not said and attempts:
+        attempts -= 1
+        handle = comm.all_reduce(x, wait=False)
+        assert isinstance(handle, hoop.Handle)
+        try:
+            handle.wait(1e-5)
+        except DeadlineExceeded as error:
+            said = str(error)
+    assert "not done after 1e-05 s; it goes on" in said
     found = handle.wait(30)
     assert handle.done()
     assert handle.wait() is found
