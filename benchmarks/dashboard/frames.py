@@ -5,8 +5,8 @@
 
 The devices are simulated: every update of the page (two a second) shows other figures of all of them, as in a running
 job, with one device in fifty dying and coming back. The page is served as by ``hoop dashboard``. In the browser the
-times between frames (``requestAnimationFrame``) and tasks above 50 ms are measured, on the server the time of an
-update. It needs Chromium and ``pip install playwright``.
+times between frames (``requestAnimationFrame``), tasks above 50 ms and the share of the page's main thread that works
+are measured, on the server the time of an update. It needs Chromium and ``pip install playwright``.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ def timed_updates(page_update: Any, times: list[float]) -> Any:
     return update
 
 
+def busy_seconds(tools: Any) -> float:
+    """Seconds that the page's main thread has worked so far."""
+    metrics = tools.send("Performance.getMetrics")["metrics"]
+    return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
+
+
 def measured(devices: int, seconds: float, tabs: list[str]) -> list[dict[str, Any]]:
     from playwright.sync_api import sync_playwright
 
@@ -108,11 +114,15 @@ def measured(devices: int, seconds: float, tabs: list[str]) -> list[dict[str, An
             page.set_default_timeout(300_000)
             page.goto(server.url)
             page.get_by_text("training").first.wait_for(state="attached")
+            tools = page.context.new_cdp_session(page)
+            tools.send("Performance.enable")
             for tab in tabs:
                 page.get_by_role("button", name=tab, exact=True).click()
                 page.wait_for_timeout(2000)
                 updates.clear()
+                busy, began = busy_seconds(tools), time.perf_counter()
                 frames, long = page.evaluate(MEASURE, seconds)
+                busy, took = busy_seconds(tools) - busy, time.perf_counter() - began
                 frames.sort()
                 rows.append(
                     {
@@ -122,6 +132,7 @@ def measured(devices: int, seconds: float, tabs: list[str]) -> list[dict[str, An
                         "p95_ms": frames[int(0.95 * (len(frames) - 1))],
                         "longest_ms": frames[-1],
                         "long_tasks": len(long),
+                        "main_thread": busy / took,
                         "updates_a_second": len(updates) / seconds,
                         "server_ms": 1e3 * statistics.median(updates) if updates else 0.0,
                     }
@@ -146,12 +157,12 @@ def main() -> None:
     if options.json:
         print(json.dumps({**about, "load": os.getloadavg(), "rows": rows}))
         return
-    print("| tab | frame, ms (median) | 95 % | longest | tasks above 50 ms | updates a second | server, ms |")
-    print("|---|---|---|---|---|---|---|")
+    print("| tab | frame, ms (median) | 95 % | longest | tasks above 50 ms | main thread | updates/s | server, ms |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row['tab']} | {row['frame_ms']:.1f} | {row['p95_ms']:.1f} | {row['longest_ms']:.0f} | "
-            f"{row['long_tasks']} | {row['updates_a_second']:.1f} | {row['server_ms']:.1f} |"
+            f"{row['long_tasks']} | {row['main_thread']:.0%} | {row['updates_a_second']:.1f} | {row['server_ms']:.1f} |"
         )
     print(f"\n{options.devices} devices; {about}; load at the end {os.getloadavg()[0]:.1f}")
 

@@ -163,9 +163,8 @@ class Page:
 
     def update(self) -> None:
         """Sends what has changed, unless the browser is behind."""
-        (sent,), acknowledged = self._sent.tags, self._acknowledged.tags
-        known = isinstance(acknowledged, list) and len(acknowledged) == 1 and isinstance(acknowledged[0], int)
-        if sent - (acknowledged[0] if known else 0) >= MAX_UNACKNOWLEDGED:
+        (sent,) = self._sent.tags
+        if sent - self._last_acknowledged() >= MAX_UNACKNOWLEDGED:
             return
         view = self._read_view()
         self._tabs[self._shown].update(view)
@@ -173,6 +172,13 @@ class Page:
         if self._actions is not None:
             self._actions.update(view)
         self._sent.tags = [sent + 1]
+
+    def _last_acknowledged(self) -> int:
+        """The number of the last update that the browser has applied; 0 if it sent anything but a number."""
+        match self._acknowledged.tags:
+            case [int(number)]:
+                return number
+        return 0
 
     def _choose(self, name: str) -> None:
         """Shows one tab."""
