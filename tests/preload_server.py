@@ -37,7 +37,15 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 LEFT_OUT = ("hoop.__main__", "hoop.lab.", "hoop.torch_backend")
 """Modules that act when they are imported, or that few commands need."""
-LATE = ("grpc.aio", "grpc.experimental", "numpy.random", "resource", "typer._adapters", "pydantic.type_adapter")
+LATE = (
+    "grpc.aio",
+    "grpc.experimental",
+    "numpy.random",
+    "pydantic.type_adapter",
+    "resource",
+    "torch._dynamo",
+    "typer._adapters",
+)
 """What packages import at the first use, where they have it."""
 PR_SET_CHILD_SUBREAPER = 36
 REQUEST_BYTES = 1 << 20
@@ -133,12 +141,11 @@ def load() -> None:
     """Imports what commands import."""
     os.environ["GRPC_VERBOSITY"] = "NONE"  # as hoop.cli.main, before gRPC reads it
     import hoop
-    from hoop.engine.entrypoint import LATE_IMPORT
 
     for module in pkgutil.walk_packages(hoop.__path__, "hoop."):
         if not module.name.startswith(LEFT_OUT):
-            importlib.import_module(module.name)
-    importlib.import_module(LATE_IMPORT)
+            with contextlib.suppress(ImportError):  # of an extra that is not installed: commands say so themselves
+                importlib.import_module(module.name)
     for name in LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.launch.ray_cluster import Ray
     from hoop.runs.api import train
-    from hoop.runs.callbacks import Callback, MlflowLogger, TensorBoardLogger, WandbLogger
+    from hoop.runs.callbacks import Callback, MlflowLogger, OpenTelemetryLogger, TensorBoardLogger, WandbLogger
     from hoop.runs.result import Result
     from hoop.strategies.data_parallel import DataParallel
     from hoop.strategies.hybrid import Hybrid
@@ -46,6 +46,7 @@ __all__ = [
     "Hybrid",
     "Job",
     "MlflowLogger",
+    "OpenTelemetryLogger",
     "ParameterServer",
     "PeerError",
     "Pipeline",
@@ -73,6 +74,7 @@ _ROOMS = {
     "Hybrid": "hoop.strategies.hybrid",
     "Job": "hoop.engine.job",
     "MlflowLogger": "hoop.runs.callbacks",
+    "OpenTelemetryLogger": "hoop.runs.callbacks",
     "ParameterServer": "hoop.strategies.parameter_server",
     "Pipeline": "hoop.strategies.pipeline",
     "Ray": "hoop.launch.ray_cluster",

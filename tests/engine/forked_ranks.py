@@ -27,7 +27,6 @@ from torch import Tensor
 from hoop import environment
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext
-from hoop.engine.entrypoint import LATE_IMPORT
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
@@ -76,7 +75,7 @@ class Outcome:
 @cache
 def import_for_ranks() -> None:
     """Loads, before the first fork, what every rank would otherwise load by itself: up to 0.7 s each."""
-    for name in (LATE_IMPORT, "numpy.ctypeslib", "numpy.random"):
+    for name in ("numpy.ctypeslib", "numpy.random"):
         importlib.import_module(name)
     environment.versions()
 

@@ -9,7 +9,6 @@ that never fires fails the test.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import queue
@@ -34,7 +33,6 @@ import hoop.engine.progress_reporter as engine_reporter
 import hoop.engine.trainer as engine_trainer
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext
-from hoop.engine.entrypoint import LATE_IMPORT
 from hoop.engine.executor import DeferredUpdates
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize, serialize, tensors_of
 from hoop.engine.fault_tolerance.replication import Replicator
@@ -101,7 +99,6 @@ def run_with_faults(
     ``joins``: number of ranks that join later. ``hosts``: one letter per rank, its host; empty: all on one host.
     """
     torch.set_num_threads(1)
-    importlib.import_module(LATE_IMPORT)  # once, instead of 0.4 s in each rank
     job.data()
     parent = Parent(scheme, settings, job, faults, hosts)
     try:

@@ -1,7 +1,8 @@
 """A job that ends one of its devices in the middle of a shard.
 
-The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL. If ``$MORTAL_ERROR`` is set,
-the device raises PyTorch's error for a GPU without memory instead, with this text.
+The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL. ``$MORTAL_ERROR`` selects an
+error instead: ``assert`` fails an assertion in a kernel on the device's GPU, and any other text raises PyTorch's error
+for a GPU without memory, with this text.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class Mortal(nn.Module):
             os.rename(MARK, MARK + ".fired")
         except OSError:
             return values
+        if ERROR == "assert":
+            torch._assert_async(torch.zeros((), device=values.device))
+            torch.cuda.synchronize(values.device)
         if ERROR:
             raise torch.OutOfMemoryError(ERROR)
         os.kill(os.getpid(), signal.SIGKILL)

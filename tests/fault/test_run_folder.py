@@ -113,6 +113,20 @@ def test_an_error_of_a_gpu_ends_its_device_and_the_others_go_on(devices: int, tm
     check_run(out, 600)
 
 
+@pytest.mark.gpu
+def test_a_device_side_assert_ends_its_device_and_the_others_go_on(tmp_path: Path) -> None:
+    out, mark, limit = tmp_path / "run", tmp_path / "mark", ("--set", "max_steps=600", "--accelerator", "cuda")
+    with training(out, "-n", 3, *limit, MORTAL_MARK=str(mark), MORTAL_ERROR="assert") as run:
+        wait_until(lambda: listed(out), run)
+        mark.touch()
+        printed, errors = run.communicate(timeout=TIMEOUT_S)
+    assert (tmp_path / "mark.fired").exists(), "no assertion failed"
+    assert run.returncode == 0, errors
+    assert "ends, because it ran into: CUDA error: device-side assert triggered" in errors
+    assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
+    check_run(out, 600)
+
+
 @pytest.mark.slow
 def test_a_run_whose_head_was_killed_resumes_from_the_checkpoint_before_the_damaged_one(
     tmp_path: Path,

@@ -21,6 +21,7 @@ PUBLIC = [
     "Hybrid",
     "Job",
     "MlflowLogger",
+    "OpenTelemetryLogger",
     "ParameterServer",
     "PeerError",
     "Pipeline",

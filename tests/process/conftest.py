@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from descriptor_stub import Stub
 
 import hoop
 from hoop.events import Event
+from hoop.lab.chaos import network
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
@@ -39,19 +41,39 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         yield start_process
 
 
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """Headless Chromium, driven by Playwright."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
+@contextlib.contextmanager
+def chromium(executable: Path | str | None = None) -> Iterator[Any]:
+    """Headless Chromium, driven by Playwright. ``executable``: a program that starts it; default: it itself."""
+    found = shutil.which("chromium")
+    if found is None:
         pytest.skip("no chromium on the PATH")
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        started = driver.chromium.launch(executable_path=executable or found, args=["--no-sandbox"])
         try:
             yield started
         finally:
             started.close()
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """A browser on this host."""
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def browser_elsewhere(tmp_path: Path) -> Iterator[tuple[Any, str]]:
+    """A browser on another host, in a network namespace of its own, and the address by which it reaches this host."""
+    if reason := network.unavailable_reason():
+        pytest.skip(reason)
+    with network.private_network(1) as private:
+        script = tmp_path / "chromium-elsewhere"
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(private.exec_prefix(1))} chromium "$@"\n')
+        script.chmod(0o755)
+        with chromium(script) as started:
+            yield started, private.gateway
 
 
 @pytest.fixture(scope="module")

@@ -518,3 +518,21 @@ def test_a_browser_shows_a_job_that_survives_a_kill_its_plan_a_trace_and_the_sim
     page.get_by_text("ps:bsp on 8 devices, 4 a host, 1 Gbit/s, 0.5 ms: a step takes").wait_for()
     page.screenshot(path=screenshots / "dashboard-simulator.png", full_page=True)
     assert problems == []
+
+
+def test_a_browser_on_another_host_logs_in_and_sees_a_device_die(
+    browser_elsewhere: tuple[Any, str], start: Start, connect: Callable[..., hoop.Cluster]
+) -> None:
+    browser, address = browser_elsewhere
+    up = start("up", *UP)
+    dashboard = start("dashboard", "-c", up.address, "--port", 0, "--host", address)
+    assert f"http://{address}:" in dashboard.address
+    (password,) = re.findall(r"^password (\S+)$", dashboard.errors, re.MULTILINE)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(1e3 * WITHIN_S)
+    page.goto(dashboard.address)
+    page.locator("input[name=token]").fill(password)
+    page.keyboard.press("Enter")
+    page.get_by_text("3 devices on 1 host: 3 standby.").wait_for()
+    os.kill(connect(up.address).status().devices[0].device.pid, signal.SIGKILL)
+    page.get_by_text("2 standby, 1 dead").wait_for()

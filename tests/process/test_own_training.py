@@ -77,6 +77,17 @@ def compiled():
 show(alone=alone, thread=in_a_thread(), loop=asyncio.run(in_an_event_loop()), again=train(new_model(), 3),
      compiled=[train(compiled(), devices) for devices in (1, 2)])
 """
+TRACE = """
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+exporter, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+result = hoop.train(new_model(), (x, y), devices=2, batch_size=8, epochs=2, faults="kill@rank=1,step=5",
+                    out=sys.argv[1], callbacks=[hoop.OpenTelemetryLogger(provider.get_tracer("test"))])
+show(weights=result.weights_sha256, spans=[json.loads(span.to_json()) for span in exporter.get_finished_spans()])
+"""
 DATASETS = """
 import datasets
 
@@ -122,6 +133,24 @@ def test_callbacks_are_called_in_order_and_the_best_checkpoint_stays(tmp_path: P
     assert sorted(one.name for one in folder.iterdir()) == [BEST, f"step-{evaluations[-1][1]:08}.safetensors"]
     assert found["stopped"]
     assert found["steps"] < 12_000
+
+
+@pytest.mark.skipif(find_spec("opentelemetry.sdk") is None, reason="needs OpenTelemetry: pip install opentelemetry-sdk")
+def test_a_run_is_a_trace_of_opentelemetry(tmp_path: Path) -> None:
+    found = shown(TRACE, str(tmp_path / "run"))
+    *children, run = found["spans"]
+    assert run["name"] == "hoop.train"
+    assert run["parent_id"] is None
+    assert run["attributes"]["hoop.weights_sha256"] == found["weights"]
+    assert {span["parent_id"] for span in children} == {run["context"]["span_id"]}
+    (recovery,) = (span for span in children if span["name"] == "hoop.recovered")
+    assert recovery["attributes"]["hoop.ranks"] == 1
+    assert run["start_time"] <= recovery["start_time"] <= recovery["end_time"] <= run["end_time"]
+    steps = [span["attributes"] for span in children if span["name"] == "hoop.steps"]
+    assert [span["hoop.first"] for span in steps] == [1, *(span["hoop.last"] + 1 for span in steps[:-1])]
+    assert steps[-1]["hoop.last"] == 24
+    assert [span["attributes"]["hoop.steps"] for span in children if span["name"] == "hoop.checkpoint"] == [12, 24]
+    assert {"fault", "lost", "evaluated"} <= {event["name"] for event in run["events"]}
 
 
 def test_the_surroundings_of_a_program_do_not_change_the_weights() -> None:

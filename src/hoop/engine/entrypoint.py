@@ -6,7 +6,6 @@ nothing of the engine. It is called on the training thread of a task (``servers/
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -26,8 +25,6 @@ log = logging.getLogger("hoop.engine")
 FLUSH_TIMEOUT_S = 5.0
 """How long a device that ends after an error of its GPU waits until its last event has been sent."""
 EXIT_CODE = 3
-LATE_IMPORT = "torch.fx.experimental.symbolic_shapes"
-"""Autograd imports it in the first backward, which blocks Python for about a second: import it before training."""
 
 
 def train_rank(
@@ -60,7 +57,6 @@ def train_rank(
     with blaming_user_code(f"in {checked.job}"):
         job, prefix = job_for_a_device(checked.job, RECIPES, jobs), f"job{context.job_id}."
         trainer = Trainer(context, checked, job, emit, stopping, resume, prefix, context.joining)
-        importlib.import_module(LATE_IMPORT)
         emit(Loaded())
         try:
             trainer.join() if context.joining else trainer.train()

@@ -187,6 +187,7 @@ def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
     from hoop.engine.step_schedule import StepSchedule
     from hoop.engine.trainer import check_faults
     from hoop.launch.forked import call_in_child
+    from hoop.runs.job_lookup import preload
 
     loaded = job.data()  # before the fork: devices share what is loaded now
     samples = len(loaded.train)
@@ -196,6 +197,7 @@ def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
         job = with_criterion(job, loaded.train, settings.seed, model)
     if model is not None and isinstance(job.loss, CustomLoss):
         trial = partial(_try_parts, job, settings, model, samples)
+        preload(optimizer=True)
         call_in_child(trial, settings.timeout_s) if place.is_here else trial()
     StepSchedule(settings, samples)  # raises if there is no step
     check_faults(settings, place.first, samples)

@@ -9,12 +9,16 @@ use early stopping (``patience=3``).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hoop import job_events as ev
 from hoop.errors import InvalidArgument
 from hoop.job_events import Observed
+
+_PLAIN = (str, bool, int, float)
+"""Values that an attribute of a span of OpenTelemetry can have."""
 
 
 class RunControl:
@@ -161,3 +165,70 @@ class MlflowLogger(_MetricLogger):
                 self._mlflow.log_metric(tag, value, step=step)
             else:
                 self._mlflow.log_metric(self._run_id, tag, value, step=step)
+
+
+class OpenTelemetryLogger(Callback):
+    """Makes a trace of the run with a tracer of OpenTelemetry, ``opentelemetry.trace.get_tracer("mine")``.
+
+    The run is a span. Its children are spans of reported steps, recoveries, changes of the number of devices, and
+    checkpoints; lost devices, evaluations and warnings are events of it.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self._trace = importlib.import_module("opentelemetry.trace")
+        self._tracer = tracer
+        self._span: Any = None
+        """Of the run; None before it starts and after it ends."""
+
+    def on_start(self, run: RunControl, steps: int, parameters: int) -> None:
+        settings = {f"hoop.{name}": value for name, value in run.settings.items() if isinstance(value, _PLAIN)}
+        self._span = self._tracer.start_span(
+            "hoop.train", attributes={**settings, "hoop.steps": steps, "hoop.parameters": parameters}
+        )
+
+    def on_event(self, run: RunControl, event: Mapping[str, Any]) -> None:
+        if self._span is None or event["kind"] not in ev.KINDS:
+            return
+        observed = Observed.from_fields(event)
+        found: dict[str, Any]
+        match observed.event:
+            case ev.Steps() as steps:
+                last = steps.first + len(steps.loss)
+                found = {"first": steps.first + 1, "last": last, "loss": steps.loss[-1]} if steps.loss else {}
+                self._child("steps", observed.time, sum(steps.seconds), found)
+            case ev.Recovered() | ev.Resized() as change:
+                found = {"step": change.step, "text": change.text, "ranks": change.ranks, "shards": change.missing}
+                self._child(change.kind, observed.time, change.pause_s, found)
+            case ev.CheckpointWritten() as written:
+                found = {"steps": written.steps, "file": written.file, "bytes": written.bytes}
+                self._child(written.kind, observed.time, written.seconds, found)
+            case ev.DeviceLost() | ev.Evaluated() | ev.FaultInjected() | ev.Warned() | ev.Refused() as happened:
+                fields = {name: value for name, value in happened.to_fields().items() if isinstance(value, _PLAIN)}
+                self._span.add_event(happened.kind, fields, _nanoseconds(observed.time))
+            case ev.JobEnded(error=error) if error:
+                self._span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, error))
+                self._end()
+
+    def on_end(self, run: RunControl, summary: Mapping[str, Any]) -> None:
+        if self._span is not None:
+            found = {name: value for name, value in summary.items() if isinstance(value, _PLAIN)}
+            self._span.set_attributes({f"hoop.{name}": value for name, value in found.items()})
+            self._end()
+
+    def _child(self, name: str, end: float, seconds: float, attributes: Mapping[str, Any]) -> None:
+        """A span that ended at ``end``, in seconds since the epoch."""
+        span = self._tracer.start_span(
+            f"hoop.{name}",
+            self._trace.set_span_in_context(self._span),
+            attributes={f"hoop.{field}": value for field, value in attributes.items()},
+            start_time=_nanoseconds(end - seconds),
+        )
+        span.end(_nanoseconds(end))
+
+    def _end(self) -> None:
+        self._span.end()
+        self._span = None
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hoop.engine.entrypoint import LATE_IMPORT
 from hoop.engine.job import Job, find_job
 from hoop.engine.recipes import RECIPES
 from hoop.engine.user_code import blaming_user_code
@@ -30,18 +29,21 @@ def job_named(name: str, load: bool = True) -> Job:
         job = find_job(name, RECIPES)
         if load:
             with ThreadPoolExecutor(1) as pool:  # it ends before devices are forked
-                pool.submit(preload)
+                pool.submit(preload, job.has_own_parts)
                 job.data()
     return job
 
 
-def preload() -> None:
-    """Imports what devices and the head process need, once, before they are forked."""
+def preload(optimizer: bool = False) -> None:
+    """Imports what devices and the head process need, once, before they are forked.
+
+    ``optimizer``: devices make a ``torch.optim.Optimizer``, which imports ``torch._dynamo``: two seconds in each.
+    """
     for module in (
         "hoop.client.cluster",
         "hoop.engine.trainer",
         "hoop.runs.job_follower",
         "hoop.launch.forked",
-        LATE_IMPORT,
+        *(["torch._dynamo"] if optimizer else []),
     ):
         importlib.import_module(module)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -181,7 +182,7 @@ class Accelerator:
 
     def allow_nondeterministic(self) -> None:
         """Let operations run that have no deterministic kernel; PyTorch warns of each."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        _use_deterministic_algorithms(warn_only=True)
 
     def synchronize(self) -> None:
         """Wait until all computations and copies are done."""
@@ -243,8 +244,19 @@ def _cuda_problem() -> str:
 def _enable_determinism(tf32: bool) -> None:
     """Select deterministic kernels: the same for the same shapes, without atomic sums. Others raise."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is initialised
-    torch.use_deterministic_algorithms(True)
+    _use_deterministic_algorithms()
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def _use_deterministic_algorithms(warn_only: bool = False) -> None:
+    """``torch.use_deterministic_algorithms(True)`` without its import of ``torch._inductor``, which takes 3 s.
+
+    Inductor, which only a model that is compiled imports, finds the same setting in its environment variable.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    if (config := sys.modules.get("torch._inductor.config")) is not None:
+        config.deterministic = True  # type: ignore[attr-defined]
+    torch.set_deterministic_debug_mode("warn" if warn_only else "error")

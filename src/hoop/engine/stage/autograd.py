@@ -18,7 +18,6 @@ allocates no lasting memory.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -266,8 +265,6 @@ class AutogradStage(Stage):
         precision: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
-        # autograd.grad imports this module on its first call with a gradient. Import it now, not in the first step.
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
         self._segments = [list(blocks) for blocks, _ in segments]
         self._blocks = [block for blocks in self._segments for block in blocks]
         ends = list(itertools.accumulate((count for _, count in segments), initial=0))
@@ -337,7 +334,7 @@ class AutogradStage(Stage):
             parameters = self._segment_parameters[segment]
             needs_input = segment > 0 or wants_input
             wanted = [*parameters, ins[segment]] if needs_input else [*parameters]
-            found = torch.autograd.grad(outs[segment], wanted, passed, allow_unused=True) if wanted else ()
+            found = _gradients(outs[segment], wanted, passed) if wanted else ()
             _copy_gradients(found[: len(parameters)], into[self._ends[segment] : self._ends[segment + 1]])
             passed = found[-1] if needs_input else None
             outs.pop()
@@ -352,7 +349,7 @@ class AutogradStage(Stage):
         for segment in range(len(outs) - 1, -1, -1):
             saved.append((outs[segment], gradient))
             if segment or wants_input:
-                (gradient,) = torch.autograd.grad(outs[segment], [ins[segment]], gradient, retain_graph=True)
+                (gradient,) = _gradients(outs[segment], [ins[segment]], gradient, retain_graph=True, allow_unused=False)
         self._pending_weights[micro] = saved[::-1]
         return gradient if wants_input else None
 
@@ -360,7 +357,7 @@ class AutogradStage(Stage):
         for segment, (outputs, gradient) in enumerate(self._pending_weights.pop(micro)):
             parameters = self._segment_parameters[segment]
             if parameters:
-                found = torch.autograd.grad(outputs, parameters, gradient, allow_unused=True)
+                found = _gradients(outputs, parameters, gradient)
                 _copy_gradients(found, into[self._ends[segment] : self._ends[segment + 1]])
 
     def evaluate(self, inputs: Tensor, seed: int = 0) -> Tensor:
@@ -368,6 +365,25 @@ class AutogradStage(Stage):
             for segment in range(len(self._segments)):
                 inputs = self._run(segment, inputs, seed)
         return inputs
+
+
+def _gradients(
+    outputs: Tensor,
+    inputs: Sequence[Tensor],
+    gradient: Tensor | None,
+    retain_graph: bool = False,
+    allow_unused: bool = True,
+) -> tuple[Any, ...]:
+    """``torch.autograd.grad(outputs, inputs, gradient)``: a tensor for each input, None for an unused one.
+
+    That function compares the shapes of ``outputs`` and ``gradient`` first, for which it imports a module that takes a
+    second (three on machines with a GPU) at the beginning of every run. The engine it calls compares them too.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    found: tuple[Any, ...] = engine.run_backward(
+        (outputs,), (gradient,), retain_graph, False, tuple(inputs), allow_unused, accumulate_grad=False
+    )
+    return found
 
 
 def _copy_gradients(gradients: Sequence[Tensor | None], into: Views) -> None:

@@ -68,7 +68,7 @@ class Network:
         prefix = 64 if self._ipv6 else 24
         ip("link", "add", bridge, "type", "bridge")
         cleanup.callback(ip, "link", "del", bridge)
-        ip("addr", "add", f"{self._subnets[interface]}{'fe' if self._ipv6 else 254}/{prefix}", "dev", bridge, *options)
+        ip("addr", "add", f"{self._own_address(interface)}/{prefix}", "dev", bridge, *options)
         ip("link", "set", bridge, "up")
         for host in range(1, hosts + 1):
             namespace, veth, name = self._namespace(host), f"{bridge}-{host}", f"eth{interface}"
@@ -80,6 +80,14 @@ class Network:
 
     def _namespace(self, host: int) -> str:
         return f"{self._name}-{host}"
+
+    def _own_address(self, interface: int = 0) -> str:
+        return f"{self._subnets[interface]}{'fe' if self._ipv6 else 254}"
+
+    @property
+    def gateway(self) -> str:
+        """The address of the process that made the network."""
+        return self._own_address()
 
     def address(self, host: int, interface: int = 0) -> str:
         return f"{self._subnets[interface]}{host:x}" if self._ipv6 else f"{self._subnets[interface]}{host}"
