@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from forked_ranks import checkpoint, tensors_in, train
+from forked_ranks import LONG_S, checkpoint, tensors_in, train
 from small_jobs import JOBS, alone, settings
 from torch import Tensor
 
+from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
+from hoop.engine.stage.resident_state import ResidentStageState, StateCopy
 from hoop.errors import InvalidArgument
 
 STRATEGIES = [
@@ -81,6 +85,40 @@ def test_an_emulated_run_resumes_from_a_checkpoint() -> None:
 
 
 @pytest.mark.skipif(bool(torch.cuda.device_count()), reason="there is a GPU")
+@pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("job", ["normed", "convolved"])
+def test_a_checkpoint_is_read_while_later_steps_are_computed(
+    kind: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are those of a checkpoint for which training waits."""
+    wanted = settings("data", accelerator=kind, epochs=3, checkpoint_every=1, channels_last=job == "convolved")
+    monkeypatch.setattr(ResidentRole, "reads_checkpoints_later", False)
+    expected = train("shm", 2, wanted, JOBS[job])[0].snapshots
+    monkeypatch.setattr(ResidentRole, "reads_checkpoints_later", True)
+    copy_state, advance, went_on = ResidentStageState.copy_state, ResidentRole.advance, threading.Event()
+
+    def copy_for_later(self: ResidentStageState) -> Callable[[], StateCopy]:
+        read = copy_state(self)
+        went_on.clear()
+
+        def read_later() -> StateCopy:
+            assert went_on.wait(LONG_S), "training waits for the checkpoint"
+            return read()
+
+        return read_later
+
+    def advance_and_say_so(self: ResidentRole, *arguments: Any) -> list[float]:
+        losses = advance(self, *arguments)
+        went_on.set()
+        return losses
+
+    monkeypatch.setattr(ResidentStageState, "copy_state", copy_for_later)
+    monkeypatch.setattr(ResidentRole, "advance", advance_and_say_so)
+    found = train("shm", 2, wanted, JOBS[job])[0].snapshots
+    assert len(found) == 3
+    assert found == expected
+
+
 def test_without_a_gpu() -> None:
     with pytest.raises(AssertionError, match="accelerator: cuda was asked for, and rank 0, 1 of 2 has none: "):
         train("shm", 2, settings("data", accelerator="cuda"), JOBS["tiny"])

@@ -379,17 +379,14 @@ class Trainer:
 
     def _snapshot(self, final: bool) -> None:
         began = time.perf_counter()
-        role, reshard_count = self._role, self._sharded.reshard_count if self._sharded is not None else 0
-        tensors = role.checkpoint_tensors(self._setup.model)
-        self._snapshots.publish(
-            tensors,
-            self._done,
-            self._schedule.steps_per_epoch,
-            final,
-            role.num_checkpoint_parts,
-            reshard_count,
-            self._progress.evaluation.to_row() if self._role.evaluates else (),
-        )
+        role, model, an_epoch = self._role, self._setup.model, self._schedule.steps_per_epoch
+        parts, evaluation = role.num_checkpoint_parts, self._progress.evaluation.to_row() if role.evaluates else ()
+        if role.reads_checkpoints_later and not final:
+            self._snapshots.publish_later(role.checkpoint_reader(model), self._done, an_epoch, parts, evaluation)
+        else:
+            turn = self._sharded.reshard_count if self._sharded is not None else 0
+            tensors = role.checkpoint_tensors(model)
+            self._snapshots.publish(tensors, self._done, an_epoch, final, parts, turn, evaluation)
         self.executor.profiler.record_other("snapshot", began)
 
     # ---- membership changes
@@ -538,6 +535,7 @@ class Trainer:
 
     def close(self) -> None:
         """Frees the arena's memory, except the last snapshots, which a client may still read, and the model."""
+        self._snapshots.close()
         self._context.publish_activity(None)
         self._activity.attach(None)
         if self._opened is not None:

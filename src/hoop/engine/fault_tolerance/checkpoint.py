@@ -13,9 +13,11 @@ continues. ``runs/checkpoint_store.py`` joins the parts to a file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout
-from hoop.errors import FailedPrecondition, TrainingStateLost
+from hoop.errors import DeadlineExceeded, FailedPrecondition, TrainingStateLost
 from hoop.job_events import Emit, SnapshotTaken
 from hoop.memory import Arena
 
@@ -57,11 +59,27 @@ def tensors_of(stages: Iterable[Stateful], names: Mapping[int, str]) -> dict[str
     """Weights, buffers and optimizer state of these stages, by name. ``names``: see ``job.names_of``."""
     found: dict[str, Tensor] = {}
     for stage in stages:
-        for tensor in [*stage.layout.tensors, *stage.layout.counters, *stage.layout.frozen]:
-            found[names[id(tensor)]] = tensor.detach()
-        for index, moment in enumerate(stage.moments):
-            for parameter, view in zip(stage.layout.parameters, stage.layout.views_trained(moment), strict=True):
-                found[f"{MOMENT}{index}.{names[id(parameter)]}"] = view
+        layout = stage.layout
+        found |= named_tensors(layout, layout.tensors, layout.counters, stage.moments, names)
+    return found
+
+
+def named_tensors(
+    layout: StateLayout,
+    tensors: Sequence[Tensor],
+    counters: Sequence[Tensor],
+    moments: Sequence[Tensor],
+    names: Mapping[int, str],
+) -> dict[str, Tensor]:
+    """The state of a stage by name: parameters, buffers, counters and moments in the order of its layout."""
+    found: dict[str, Tensor] = {}
+    for own, tensor in [*zip(layout.tensors, tensors, strict=True), *zip(layout.counters, counters, strict=True)]:
+        found[names[id(own)]] = tensor.detach()
+    for tensor in layout.frozen:
+        found[names[id(tensor)]] = tensor.detach()
+    for index, moment in enumerate(moments):
+        for parameter, view in zip(layout.parameters, layout.views_trained(moment), strict=True):
+            found[f"{MOMENT}{index}.{names[id(parameter)]}"] = view
     return found
 
 
@@ -150,6 +168,8 @@ RUN_KEY = "run"
 """Key of the run id in a snapshot's metadata."""
 
 
+WRITE_S = 600.0
+"""How long the thread that writes a checkpoint into the arena may take."""
 _PADDING_KEY = "padding"
 _METADATA_BYTES = 1024
 
@@ -185,6 +205,8 @@ class SnapshotPublisher:
         self._published = 0
         self._newest: int | None = None
         """Steps done at the newest checkpoint."""
+        self._pool = ThreadPoolExecutor(1, "hoop-checkpoint")
+        self._writing: Future[None] | None = None
 
     def publish(
         self,
@@ -201,9 +223,57 @@ class SnapshotPublisher:
         A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``. ``evaluation``: for early
         stopping, the newest one, as ``Evaluation.to_row`` returns it.
         """
+        self.wait()
         self._newest = done
-        if tensors is None:
-            return
+        if tensors is not None:
+            self._write(tensors, done, steps_per_epoch, final, parts, reshard_count, evaluation)
+
+    def publish_later(
+        self,
+        read: Callable[[], Mapping[str, Tensor]] | None,
+        done: int,
+        steps_per_epoch: int,
+        parts: int,
+        evaluation: Sequence[float] = (),
+    ) -> None:
+        """As ``publish``, of tensors that ``read`` returns in another thread, while the caller goes on.
+
+        An error there is raised by the next call of ``publish``, ``publish_later`` or ``wait``.
+        """
+        self.wait()
+        self._newest = done
+        if read is not None:
+            self._writing = self._pool.submit(
+                lambda: self._write(read(), done, steps_per_epoch, False, parts, 0, evaluation)
+            )
+
+    def wait(self) -> None:
+        """Wait until the checkpoint of ``publish_later`` is published; raises what failed there."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result(WRITE_S)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the checkpoint of step {self._newest} was not copied to the arena within {WRITE_S:g} s"
+                ) from None
+
+    def close(self) -> None:
+        """Wait as ``wait`` does; what failed does not matter any more."""
+        with contextlib.suppress(Exception):
+            self.wait()
+        self._pool.shutdown(wait=False)
+
+    def _write(
+        self,
+        tensors: Mapping[str, Tensor],
+        done: int,
+        steps_per_epoch: int,
+        final: bool,
+        parts: int,
+        reshard_count: int,
+        evaluation: Sequence[float],
+    ) -> None:
         epoch, step = divmod(done, steps_per_epoch)
         about: dict[str, Any] = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run}
         if evaluation:

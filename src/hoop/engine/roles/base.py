@@ -14,7 +14,7 @@ ParameterServerRole   holds a slice of weights and optimizer state     parameter
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -34,6 +34,9 @@ class RankRole:
 
     evaluates = True
     """The trainer evaluates the model after epochs."""
+
+    reads_checkpoints_later = False
+    """``checkpoint_reader`` keeps the state of a checkpoint: it is read while training goes on."""
 
     provenance: Provenance
     """Set by ``attach_provenance``, before the first step."""
@@ -104,6 +107,13 @@ class RankRole:
         holders = enumerate(executor.plan.holders)
         mine = [executor.stage_states[stage] for stage, ranks in holders if ranks[0] == executor.rank]
         return tensors_of(mine, names_of(model)) if mine else None
+
+    def checkpoint_reader(self, model: nn.Module) -> Callable[[], dict[str, Tensor]] | None:
+        """Return a function that returns this rank's part of a checkpoint of the current state, or None.
+
+        Only if ``reads_checkpoints_later``: another thread calls it, after later steps have begun.
+        """
+        raise NotImplementedError
 
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
         """Load the state of a checkpoint that was made after ``done`` steps."""

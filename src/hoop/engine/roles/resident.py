@@ -31,6 +31,8 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.data.sampler import shard
 from hoop.engine.data_feed import microbatch_seed
 from hoop.engine.executor import PlanExecutor
+from hoop.engine.fault_tolerance.checkpoint import named_tensors
+from hoop.engine.job import names_of
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole
 from hoop.engine.stage.peer_rows import SETS, PeerRows, open_peer_rows
@@ -64,6 +66,8 @@ def stride_for(step_s: float, batch_bytes: int) -> int:
 
 class ResidentRole(RankRole):
     """A rank of data parallel training on a GPU."""
+
+    reads_checkpoints_later = True
 
     def __init__(self, executor: PlanExecutor, data: Dataset, vectors: StateVectors, step_s: float) -> None:
         """``step_s``: estimated seconds of a step, equal at all ranks."""
@@ -280,8 +284,21 @@ class ResidentRole(RankRole):
     def on_state_change(self) -> None:
         self._state.on_arena_change()
 
-    def refresh(self) -> None:
-        self._state.download()
+    def checkpoint_tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
+        if self.executor.rank == 0:
+            self._state.download()
+        return super().checkpoint_tensors(model)
+
+    def checkpoint_reader(self, model: nn.Module) -> Callable[[], dict[str, Tensor]] | None:
+        if self.executor.rank:
+            return None
+        read, layout, names = self._state.copy_state(), self._state.layout, names_of(model)
+
+        def tensors() -> dict[str, Tensor]:
+            found = read()
+            return named_tensors(layout, found.tensors, found.counters, found.moments, names)
+
+        return tensors
 
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
         self._state.download()

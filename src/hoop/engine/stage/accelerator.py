@@ -152,6 +152,25 @@ class Accelerator:
         """Memory of the GPU that no process has allocated; emulated, that of the host."""
         return self.memory()[0]
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Mark the end of what was launched so far, for ``reading`` in another thread."""
+        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+
+    @contextlib.contextmanager
+    def reading(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Inside, another thread than the one that trains copies to the host what was computed before the mark.
+
+        Such copies do not wait for what was launched after it.
+        """
+        if mark is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
     def select_kernels(self, usual: bool) -> None:
         """Select the kernels of the next computations, which have the usual number of samples, or another.
 

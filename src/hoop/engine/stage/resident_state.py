@@ -1,10 +1,11 @@
 """The state of a whole model that stays on a GPU: weights, buffers, optimizer state and totals.
 
     GPU    weights | moments | total      the current state, during steps
-    arena  weights | moments | total      a copy, made when recovery, a checkpoint or another rank needs it
+    arena  weights | moments | total      a copy, made when recovery, the last checkpoint or another rank needs it
 
-``download`` brings the arena up to date, ``upload`` the GPU; each does nothing if its copy is current. The vectors have
-the layout of ``StateLayout`` in both places. On a GPU they are buffers of a ``CudaArena``.
+``copy_state`` copies weights and moments on the GPU for a checkpoint, which is read while steps go on. ``download``
+brings the arena up to date, ``upload`` the GPU; each does nothing if its copy is current. The vectors have the layout
+of ``StateLayout`` in both places. On a GPU they are buffers of a ``CudaArena``.
 
 A lane computes one shard: a copy of the modules whose parameters are views of the shared weights, with buffers (of
 batch norms) of its own. So the shards of a step can be computed at the same time, and each begins with the buffers that
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,17 @@ class Lane:
     """Its float buffers, in one vector."""
     counts: Tensor
     """Its counters of batches."""
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """The state after some step, in host memory."""
+
+    tensors: list[Tensor]
+    """Parameters and float buffers, in the order of the layout."""
+    counters: list[Tensor]
+    moments: list[Tensor]
+    """Vectors of the optimizer."""
 
 
 class ResidentStageState(StageState):
@@ -133,6 +145,30 @@ class ResidentStageState(StageState):
             one.fill_(value)
         self._increments.copy_(self.device_increments)
         self._arena_stale = False
+
+    def copy_state(self) -> Callable[[], StateCopy]:
+        """Copy the state on the GPU, and return a function that downloads the copy, which another thread may call."""
+        vectors = [one.clone() for one in (self.weights, *self.device_moments)]
+        counts, copied = self.device_counts.clone(), self.accelerator.mark()
+
+        def read() -> StateCopy:
+            with self.accelerator.reading(copied):
+                state, *moments = (self._downloaded(one) for one in vectors)
+                counted = dict(zip(map(id, batch_counters(self.layout)), counts.tolist(), strict=True))
+            counters = [torch.full_like(one, counted.get(id(one), 0)) for one in self.layout.counters]
+            for one, counter in zip(self.layout.counters, counters, strict=True):
+                if id(one) not in counted:  # a mask: it does not change
+                    counter.copy_(one)
+            return StateCopy(self.layout.views(state), counters, moments)
+
+        return read
+
+    def _downloaded(self, vector: Tensor) -> Tensor:
+        """A vector from the GPU in the order of the arena."""
+        host = torch.empty_like(vector, device="cpu")
+        for device, view in self._pair(vector, host):
+            view.copy_(device)
+        return host
 
     def device_views(self, vector: Tensor) -> list[Tensor]:
         """Views of a vector on the GPU in the shapes of the parameters.
