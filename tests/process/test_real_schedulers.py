@@ -111,6 +111,19 @@ def test_a_failure_is_the_exit_code_of_mpirun(name: str) -> None:
     assert "ZeroDivisionError: on purpose" in done.stderr
 
 
+def own_loop(command: Sequence[object] = (), environment: dict[str, str] | None = None) -> list[str]:
+    """What each process of the example with a loop of its own prints."""
+    done = run([*command, sys.executable, ROOT / "examples" / "own_code" / "own_loop.py"], environment)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if "weights" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_mpirun_starts_a_loop_of_one_s_own(name: str) -> None:
+    assert own_loop([*mpirun(name), "-n", 3]) == 3 * own_loop()
+
+
 @pytest.mark.slow
 def test_mpi_with_several_threads_a_process(local: Callable[..., str]) -> None:
     """One process a host that computes on several cores, as MPI and OpenMP do."""
@@ -189,6 +202,11 @@ def test_srun(slurm: dict[str, str], local: Callable[..., str]) -> None:
     assert trained["weights_sha256"] == local(JOB)
     failed = run([*SRUN, "--nodes=1", "--ntasks=2", *HOOP, "train", BROKEN, *SMALL], slurm)
     assert failed.returncode == 2, failed.stderr
+
+
+@pytest.mark.slow
+def test_srun_starts_a_loop_of_one_s_own(slurm: dict[str, str]) -> None:
+    assert own_loop([*SRUN, "--nodes=1", "--ntasks=3"], slurm) == 3 * own_loop()
 
 
 @pytest.mark.slow
