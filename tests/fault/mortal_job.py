@@ -1,8 +1,8 @@
 """A job that ends one of its devices in the middle of a shard.
 
 The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL. ``$MORTAL_ERROR`` selects an
-error instead: ``assert`` fails an assertion in a kernel on the device's GPU, and any other text raises PyTorch's error
-for a GPU without memory, with this text.
+error instead: ``assert`` fails an assertion in a kernel on the device's GPU, ``illegal`` lets a kernel write to an
+address that is not its own, and any other text raises PyTorch's error for a GPU without memory, with this text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import hoop
 
 MARK, ERROR = (os.environ.get(name, "") for name in ("MORTAL_MARK", "MORTAL_ERROR"))
 
+WILD = 'extern "C" __global__ void wild(long long address) { *(int *)address = 1; }'
+
 
 class Mortal(nn.Module):
     """Identity, except in the process that finds the mark."""
@@ -28,6 +30,10 @@ class Mortal(nn.Module):
             return values
         if ERROR == "assert":
             torch._assert_async(torch.zeros((), device=values.device))
+            torch.cuda.synchronize(values.device)
+        if ERROR == "illegal":
+            kernel = torch.cuda._compile_kernel(WILD, "wild")
+            kernel((1, 1, 1), (1, 1, 1), (64,))
             torch.cuda.synchronize(values.device)
         if ERROR:
             raise torch.OutOfMemoryError(ERROR)

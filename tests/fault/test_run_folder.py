@@ -127,12 +127,46 @@ def test_a_device_side_assert_ends_its_device_and_the_others_go_on(tmp_path: Pat
     check_run(out, 600)
 
 
+@pytest.mark.gpu
+def test_an_illegal_address_ends_all_devices_of_a_gpu_and_they_start_again(tmp_path: Path) -> None:
+    """With CUDA MPS, which ``hoop train`` starts, all processes of a GPU get that error."""
+    out, mark, limit = tmp_path / "run", tmp_path / "mark", ("--set", "max_steps=600", "--accelerator", "cuda")
+    with training(out, "-n", 3, *limit, MORTAL_MARK=str(mark), MORTAL_ERROR="illegal") as run:
+        wait_until(lambda: listed(out), run)
+        mark.touch()
+        printed, errors = run.communicate(timeout=TIMEOUT_S)
+    assert (tmp_path / "mark.fired").exists(), "no kernel wrote"
+    assert run.returncode == 0, errors
+    assert "illegal memory access" in errors
+    assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
+    check_run(out, 600)
+
+
+def test_if_all_devices_are_lost_they_start_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    out, limit = tmp_path / "run", ("--set", "max_steps=100")
+    faults = ("--fault", "kill@rank=0,step=60", "--fault", "kill@rank=1,step=60")
+    with training(out, "-n", 2, *limit, *faults) as run:
+        printed, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    assert "The devices start again from the checkpoint of step 52" in errors
+    assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
+    check_run(out, 100)
+
+
+def test_without_restarts_the_error_names_the_remedy(tmp_path: Path) -> None:
+    out, limit = tmp_path / "run", ("--set", "max_steps=100", "--max-restarts", 0)
+    with training(out, "-n", 1, *limit, "--fault", "kill@rank=0,step=60") as run:
+        _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 3
+    assert f"hoop train --resume --out {out}" in " ".join(errors.split())
+
+
 @pytest.mark.slow
 def test_a_run_whose_head_was_killed_resumes_from_the_checkpoint_before_the_damaged_one(
     tmp_path: Path,
 ) -> None:
     out, address = tmp_path / "run", tmp_path / "address"
-    with training(out, "-n", 1, "--address-file", address) as run:
+    with training(out, "-n", 1, "--address-file", address, "--max-restarts", 0) as run:
         wait_until(lambda: len(listed(out)) == 2, run)
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         (head,) = (int(pid) for pid in children)
@@ -146,7 +180,7 @@ def test_a_run_whose_head_was_killed_resumes_from_the_checkpoint_before_the_dama
     newest.write_bytes(data)
     assert f"{newest}: damaged or tampered with" in (audit(out).violation or "")
 
-    invoked = CliRunner().invoke(command_line(), ["evaluate", str(out), "--json"])
+    invoked = CliRunner().invoke(command_line(), ["evaluate", str(out), "--job", JOB, "--json"])
     assert f"warning: {newest}: damaged" in invoked.stderr
     assert json.loads(invoked.stdout)["steps"] == step_of(previous)
     refused = CliRunner().invoke(command_line(), ["export", str(newest), "--to", str(tmp_path / "x.npz")])

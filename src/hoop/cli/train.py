@@ -139,6 +139,15 @@ def train(
             help="As --resume if --out has a checkpoint, else begin: for a command that a scheduler runs again.",
         ),
     ] = False,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Start the devices again if all were lost, up to N times, each from a newer checkpoint in --out.",
+            show_default="3",
+        ),
+    ] = None,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -303,6 +312,8 @@ def train(
         here = there is None and ray is None
         launch = _launch(job, changes, first, size, out, resume, there, address_file, auto_resume, load=here)
         launch = replace(launch, costs=priced, meet_timeout_s=timeout_s)
+        if max_restarts is not None:
+            launch = replace(launch, max_restarts=max_restarts)
         if launch.device_reason:
             admit(Request(launch.devices or 1, size, options=("--devices", "--memory")))
             several = "s" * (launch.devices != 1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hoop import torch_versions
 from hoop.collectives.rank_context import RankContext
-from hoop.errors import FailedPrecondition, HoopError
+from hoop.errors import FailedPrecondition, HoopError, PeerCause, PeerLost
 from hoop.job_events import Emit, Loaded, Warned
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def train_rank(
     from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
     from hoop.engine.settings import Settings
-    from hoop.engine.stage.accelerator import DEVICE_ERRORS
+    from hoop.engine.stage.accelerator import DEVICE_ERRORS, OUT_OF_MEMORY
     from hoop.engine.trainer import Trainer
     from hoop.engine.user_code import blaming_user_code
 
@@ -63,7 +63,10 @@ def train_rank(
         except DEVICE_ERRORS as error:
             if trainer.ranks > 1:
                 _end_process(error, context, emit)
-            raise FailedPrecondition(f"device {context.device} ran into: {error}") from error
+            text = f"device {context.device} ran into: {error}"
+            if isinstance(error, OUT_OF_MEMORY):
+                raise FailedPrecondition(text) from error
+            raise PeerLost(text, cause=PeerCause.DEVICE_LOST) from error  # a new process may go on
         finally:
             trainer.close()
 

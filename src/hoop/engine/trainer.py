@@ -46,7 +46,7 @@ from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.custom import CustomRole
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
-from hoop.engine.stage.accelerator import may_use_gpu
+from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import MOVE, STOP, StateVectors
 from hoop.engine.step_schedule import StepSchedule
@@ -422,6 +422,8 @@ class Trainer:
                 error, obstacle = another, None
             except HoopError as refused:
                 obstacle = refused
+            except DEVICE_ERRORS:
+                raise  # this device's GPU failed, and the state on it is lost
             except Exception as bug:
                 obstacle = InternalError("".join(traceback.format_exception(bug)))
         log.info("step %d: continuing as rank %d of %d", self._done, self._context.rank, self._context.size)

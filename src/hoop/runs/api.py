@@ -21,7 +21,7 @@ from hoop.membership.replication import check_replicas
 from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
 from hoop.runs.device_count import DEFAULT_DEVICES, default_device_count
 from hoop.runs.result import Result
-from hoop.runs.training import DEFAULT_MEMORY, Launch, Training
+from hoop.runs.training import DEFAULT_MEMORY, MAX_RESTARTS, Launch, Training
 from hoop.topology import Addresses, DeviceRange
 
 if TYPE_CHECKING:
@@ -240,6 +240,7 @@ def train(
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    max_restarts: int = MAX_RESTARTS,
     callbacks: Sequence[Callback] | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
     loss: str | Callable[..., Any] = "cross_entropy",
@@ -281,8 +282,9 @@ def train(
     Ray cluster.
 
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
-    there. ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event as a dict.
-    ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, patience …
+    there. If all devices of this machine are lost, they are started again from a newer checkpoint in ``out``, at most
+    ``max_restarts`` times. ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event
+    as a dict. ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, patience …
 
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
@@ -320,7 +322,7 @@ def train(
     check_replicas(wanted.replicas, place.first)
     named = isinstance(model, str)
     job = _tried(job, wanted, place, named)
-    launch = _launch(wanted, place, memory, folder, resume)
+    launch = replace(_launch(wanted, place, memory, folder, resume), max_restarts=max_restarts)
     if not named:
         INHERITED.append(job)
         launch = replace(launch, job=job if place.ray is not None else None)

@@ -181,6 +181,8 @@ class OpenTelemetryLogger(Callback):
         """Of the run; None before it starts and after it ends."""
 
     def on_start(self, run: RunControl, steps: int, parameters: int) -> None:
+        if self._span is not None:  # the devices were started again
+            self._end()
         settings = {f"hoop.{name}": value for name, value in run.settings.items() if isinstance(value, _PLAIN)}
         self._span = self._tracer.start_span(
             "hoop.train", attributes={**settings, "hoop.steps": steps, "hoop.parameters": parameters}

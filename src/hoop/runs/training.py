@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hoop import job_events as ev
 from hoop.client.cluster import Cluster, connect
 from hoop.engine.entrypoint import train_rank
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, exit_code
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, PeerLost, TrainingStateLost, exit_code
 from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
@@ -59,6 +59,7 @@ def choose_devices(cluster: Cluster, count: int | None, least: int = 1) -> list[
 
 
 DEFAULT_MEMORY = 256 * 1024 * 1024
+MAX_RESTARTS = 3
 OnStop = Callable[[Callable[[], None]], None]
 """Registers the function that asks the job to stop."""
 
@@ -102,6 +103,8 @@ class Launch:
     """Why it begins with this number of devices, if Hoop chose it."""
     job: Job | None = None
     """A job made of live objects, which Ray brings to the devices."""
+    max_restarts: int = MAX_RESTARTS
+    """How often devices of this machine are started again if all were lost, each time from a newer checkpoint."""
 
 
 class Training:
@@ -112,6 +115,8 @@ class Training:
         for fault in launch.settings.parsed_faults:
             if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
+        if not isinstance(launch.max_restarts, int) or launch.max_restarts < 0:
+            raise InvalidArgument(f"max_restarts: {launch.max_restarts!r:.80} is not a whole number of at least 0")
         if launch.devices is None and launch.coordinator is None and launch.ray is None:
             launch = replace(launch, devices=default_device_count(launch.settings).devices)
         if warning := check_range(launch.devices, launch.settings):
@@ -140,6 +145,45 @@ class Training:
         self._stop()
 
     def _run_locally(self) -> Iterator[Observed]:
+        """Runs the job on devices of this machine, and starts them again if all were lost."""
+        from hoop.runs.checkpoint_store import step_of
+
+        for restarts_left in range(self._launch.max_restarts, -1, -1):
+            try:
+                yield from self._run_forked()
+                return
+            except PeerLost as error:
+                checkpoint = self._newer_checkpoint()
+                if checkpoint is None or not restarts_left:
+                    raise self._with_remedy(error) from None
+                step = step_of(checkpoint)
+                yield Observed(ev.Warned(f"{error}. The devices start again from the checkpoint of step {step}"))
+                settings = self._launch.settings.replaced({"faults": ""})  # placed faults have happened
+                self._launch = replace(self._launch, resume=checkpoint, settings=settings)
+
+    def _newer_checkpoint(self) -> Path | None:
+        """The newest checkpoint of this run, if it is newer than the one that it began with."""
+        from hoop.runs.checkpoint_store import newest_checkpoint, step_of
+
+        launch = self._launch
+        if launch.out is None or launch.placement is not None or self._stop_requested:
+            return None
+        try:
+            found = newest_checkpoint(launch.out).path
+        except FailedPrecondition:
+            return None
+        return found if launch.resume is None or step_of(found) > step_of(launch.resume) else None
+
+    def _with_remedy(self, error: PeerLost) -> PeerLost:
+        """The error, and how to go on, where this run has a checkpoint."""
+        from hoop.runs.checkpoint_store import listed
+
+        out = self._launch.out
+        if out is None or isinstance(error, TrainingStateLost) or not listed(out):
+            return error
+        return type(error)(f"{error}; go on from the newest checkpoint: hoop train --resume --out {out}")
+
+    def _run_forked(self) -> Iterator[Observed]:
         from hoop.launch.forked import ForkedCluster
         from hoop.launch.mps import shared_gpus
         from hoop.runs.job_lookup import preload

@@ -30,10 +30,11 @@ from hoop.memory.dtypes import dtype
 from hoop.memory.gpu_driver import CudaGpu, EmulatedGpu
 
 log = logging.getLogger("hoop.engine")
+OUT_OF_MEMORY = torch.OutOfMemoryError
 DEVICE_ERRORS: tuple[type[Exception], ...] = (
-    torch.OutOfMemoryError,
+    OUT_OF_MEMORY,
     # Since PyTorch 2.8; before, other CUDA errors have the class of any error, and fail the job.
-    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+    getattr(torch, "AcceleratorError", OUT_OF_MEMORY),
 )
 """Errors of one GPU: out of memory, a device-side assert, an illegal address."""
 
