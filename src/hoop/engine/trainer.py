@@ -379,14 +379,14 @@ class Trainer:
 
     def _snapshot(self, final: bool) -> None:
         began = time.perf_counter()
-        role, model, an_epoch = self._role, self._setup.model, self._schedule.steps_per_epoch
+        role, model, done, steps_per_epoch = self._role, self._setup.model, self._done, self._schedule.steps_per_epoch
         parts, evaluation = role.num_checkpoint_parts, self._progress.evaluation.to_row() if role.evaluates else ()
         if role.reads_checkpoints_later and not final:
-            self._snapshots.publish_later(role.checkpoint_reader(model), self._done, an_epoch, parts, evaluation)
+            self._snapshots.publish_later(role.checkpoint_reader(model), done, steps_per_epoch, parts, evaluation)
         else:
-            turn = self._sharded.reshard_count if self._sharded is not None else 0
+            reshard_count = self._sharded.reshard_count if self._sharded is not None else 0
             tensors = role.checkpoint_tensors(model)
-            self._snapshots.publish(tensors, self._done, an_epoch, final, parts, turn, evaluation)
+            self._snapshots.publish(tensors, done, steps_per_epoch, final, parts, reshard_count, evaluation)
         self.executor.profiler.record_other("snapshot", began)
 
     # ---- membership changes

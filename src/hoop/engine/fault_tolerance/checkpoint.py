@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout
-from hoop.errors import DeadlineExceeded, FailedPrecondition, TrainingStateLost
+from hoop.errors import FailedPrecondition, TrainingStateLost
 from hoop.job_events import Emit, SnapshotTaken
 from hoop.memory import Arena
 
@@ -254,8 +254,9 @@ class SnapshotPublisher:
             try:
                 writing.result(WRITE_S)
             except TimeoutError:
-                raise DeadlineExceeded(
-                    f"the checkpoint of step {self._newest} was not copied to the arena within {WRITE_S:g} s"
+                raise FailedPrecondition(
+                    f"the checkpoint of step {self._newest} was not copied to the arena within {WRITE_S:g} s; "
+                    "is this machine out of memory?"
                 ) from None
 
     def close(self) -> None:
