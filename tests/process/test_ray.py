@@ -187,3 +187,13 @@ def test_ray_train_with_hoop_as_its_backend(nodes: Nodes, tmp_path: Path) -> Non
     assert last.endswith("2 workers, backend hoop"), output
     assert float(last.split()[1].rstrip("%")) > 90
     assert list((tmp_path / "ray").rglob("model.pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pip install 'ray[train]'")
+def test_a_loop_of_one_s_own_in_the_workers_of_ray_train(nodes: Nodes, tmp_path: Path) -> None:
+    with running([sys.executable, str(FOLDER / "ray_own_loop.py"), nodes.address, str(tmp_path)]) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    alone = output.splitlines()[-1]
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == [alone, alone]
