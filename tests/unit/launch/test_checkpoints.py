@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
+from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, serialize, write_into
 from hoop.errors import FailedPrecondition
 from hoop.files import atomic_write, remove_partial_files, write_bytes
 from hoop.job_events import CheckpointWritten, Warned
@@ -205,3 +205,25 @@ def test_a_kill_during_a_write_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     assert read(found.path)[0]["w"].tolist() == [float(loaded)] * 4
     assert len(remove_partial_files(tmp_path)) == (loaded == 1)
     assert all(step_of(one) > 0 for one in tmp_path.iterdir())
+
+
+TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+TYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("types", [TYPES, [*TYPES, torch.complex64], []], ids=["usual", "also another", "none"])
+def test_a_file_written_into_memory_has_the_bytes_of_the_library_s(types: list[torch.dtype]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {f"schräg.{one}": torch.randn(5, 3, generator=generator).to(one).t() for one in types}
+    tensors |= {f"{one} scalar": torch.ones((), dtype=one) for one in types}
+    tensors |= {f"{one} empty": torch.ones(0, 4, dtype=one) for one in types}
+    metadata = {"steps": 7, "note": 'a "quoted" \\ text with ä and \n'}
+    memory = bytearray()
+
+    def allocate(size: int) -> memoryview:
+        memory.extend(b"?" * size)
+        return memoryview(memory)
+
+    checksum, size = write_into(allocate, tensors, metadata)
+    assert bytes(memory) == serialize(tensors, metadata)
+    assert (checksum, size) == (deserialize(bytes(memory))[1][CHECKSUM_KEY], len(memory))

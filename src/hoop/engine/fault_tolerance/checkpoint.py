@@ -100,14 +100,69 @@ def restore(stages: Sequence[Stateful], model: nn.Module, tensors: Mapping[str, 
 
 # ---- the file format
 
+_METADATA_KEY = "hoop"
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of types in a file, in the order in which it has their tensors."""
+
 
 def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
     """The bytes of a safetensors file. Its checksum covers all bytes, with zeros in place of the checksum itself."""
-    # The checksum comes first in the metadata, so that the first run of zeros in the file is its place.
-    about = json.dumps({CHECKSUM_KEY: "", **metadata} | {CHECKSUM_KEY: _BLANK_CHECKSUM})
-    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"hoop": about})
+    data = safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, {_METADATA_KEY: _with_blank_checksum(metadata)}
+    )
     at = data.index(_BLANK_CHECKSUM.encode())
     return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_BLANK_CHECKSUM) :]))
+
+
+def write_into(
+    allocate: Callable[[int], memoryview], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Writes the bytes of ``serialize`` into memory: ``allocate`` gets their number. Returns the checksum and it.
+
+    A tensor is copied once, and the library would copy it five times until it is there.
+    """
+    if any(tensor.dtype not in _DTYPES for tensor in tensors.values()):
+        data = serialize(tensors, metadata)
+        allocate(len(data))[:] = data
+        return str(_header(data, "checkpoint")[0][CHECKSUM_KEY]), len(data)
+    # In the library's order: the largest elements first, so that all are aligned.
+    order = sorted(tensors, key=lambda name: (list(_DTYPES).index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: _with_blank_checksum(metadata)}}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    memory = allocate(start + end)
+    memory[:start] = len(text).to_bytes(8, "little") + text
+    content = torch.frombuffer(memory, dtype=torch.uint8)
+    for name in order:
+        tensor, (begin, stop) = tensors[name].detach(), header[name]["data_offsets"]
+        if stop > begin:
+            content[start + begin : start + stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    at = bytes(memory[:start]).index(_BLANK_CHECKSUM.encode())
+    checksum = _checksum(memory, at)
+    memory[at : at + len(checksum)] = checksum.encode()
+    return checksum, start + end
+
+
+def _with_blank_checksum(metadata: Mapping[str, Any]) -> str:
+    """The metadata as JSON. The checksum comes first, so that the first run of zeros in the file is its place."""
+    return json.dumps({CHECKSUM_KEY: "", **metadata} | {CHECKSUM_KEY: _BLANK_CHECKSUM})
 
 
 def deserialize(data: bytes, where: Path | str = "checkpoint") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -151,7 +206,7 @@ def _header(data: bytes, where: Path | str) -> tuple[dict[str, Any], int]:
     return metadata, end
 
 
-def _checksum(data: bytes, at: int) -> str:
+def _checksum(data: bytes | memoryview, at: int) -> str:
     """sha256 of all bytes, with zeros for the 64 characters at ``at``."""
     view = memoryview(data)
     digest = hashlib.sha256(view[:at])
@@ -183,13 +238,17 @@ def _padded(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, _PADDING_KEY: " " * (-length % _METADATA_BYTES)}
 
 
-def write_to_arena(arena: Arena, name: str, data: bytes) -> str:
-    """Writes a file's bytes into buffer ``name``, replacing it; returns its checksum."""
+def write_to_arena(
+    arena: Arena, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> tuple[str, int]:
+    """Writes ``serialize(tensors, metadata)`` into buffer ``name``, replacing it; returns its checksum and its size."""
     if any(buffer.name == name for buffer in arena.buffers()):
         arena.free(name)
-    buffer = arena.allocate(name, len(data))
-    arena.write(buffer.address, data)
-    return str(_header(data, name)[0][CHECKSUM_KEY])
+
+    def allocate(size: int) -> memoryview:
+        return arena.view(arena.allocate(name, size).address, size)
+
+    return write_into(allocate, tensors, metadata)
 
 
 class SnapshotPublisher:
@@ -279,10 +338,9 @@ class SnapshotPublisher:
         about: dict[str, Any] = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run}
         if evaluation:
             about["evaluation"] = list(evaluation)
-        data = serialize(tensors, _padded(about))
         # Two buffers in turn: the client may read one while the next is written.
         buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
-        checksum = write_to_arena(self._arena, buffer, data)
+        checksum, size = write_to_arena(self._arena, buffer, tensors, _padded(about))
         self._published += 1
         self._emit(
             SnapshotTaken(
@@ -291,7 +349,7 @@ class SnapshotPublisher:
                 parts=parts,
                 turn=reshard_count,
                 buffer=buffer,
-                bytes=len(data),
+                bytes=size,
                 sha256=checksum,
             )
         )
