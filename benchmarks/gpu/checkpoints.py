@@ -1,4 +1,4 @@
-"""What checkpoints cost a run on a GPU: a GPT of 85 million parameters (1 GB of state), a checkpoint every 100 steps, in two ways.
+"""What checkpoints cost a run on a GPU: a GPT with 1 GB of state, a checkpoint every 100 steps, in two ways.
 
     python benchmarks/gpu/checkpoints.py           some minutes on an H200
     python benchmarks/gpu/checkpoints.py --accelerator emulated --layers 2 --width 64 --memory 1GiB   tries the script
