@@ -32,6 +32,7 @@ from bokeh.util.token import get_session_id
 from tornado.ioloop import IOLoop
 
 import hoop
+from hoop.dashboard import document as document_module
 from hoop.dashboard.cluster_tab import traffic
 from hoop.dashboard.server import DashboardConfig, DashboardServer
 from hoop.dashboard.tracer import Tracer
@@ -452,6 +453,23 @@ def test_hostile_names_are_text_in_a_browser(browser: Any, screenshots: Path, wi
         assert page.title() == "Hoop"
         assert page.locator("img[src=x]").count() == 0
         assert problems == []
+    finally:
+        server.close()
+
+
+def test_a_page_that_loads_slowly_is_updated_afterwards(browser: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More updates are sent before the browser has the page than it may leave unacknowledged."""
+    monkeypatch.setattr(document_module, "UPDATE_MS", 5)
+    numbers = itertools.count()
+    server = DashboardServer(lambda: ClusterView(f"number {next(numbers)}.", answered=True), DashboardConfig())
+    try:
+        server.start()
+        page = browser.new_page()
+        page.set_default_timeout(1e3 * WITHIN_S)
+        page.goto(server.url)
+        shown = page.get_by_text("Coordinator number ")
+        first = int(re.findall(r"number (\d+)", shown.inner_text())[0])
+        page.get_by_text(re.compile(rf"number (?!{first}\.)")).wait_for()
     finally:
         server.close()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bokeh.document import Document
+from bokeh.events import DocumentReady
 from bokeh.layouts import column, row
 from bokeh.models import Button, ColumnDataSource, CustomJS, LayoutDOM, Toggle
 from bokeh.themes import Theme as BokehTheme
@@ -139,9 +140,13 @@ class Page:
         self._dark.js_on_change(
             "active", CustomJS(code="document.documentElement.classList.toggle('dark', this.active)")
         )
-        # The browser runs this after it has applied an update.
-        acknowledge = CustomJS(args={"acknowledged": self._acknowledged}, code="acknowledged.tags = this.tags")
+        # The browser runs this after it has applied an update, and when it has the page: the page contains the updates
+        # that were made before, which it does not apply.
+        acknowledge = CustomJS(
+            args={"sent": self._sent, "acknowledged": self._acknowledged}, code="acknowledged.tags = [...sent.tags]"
+        )
         self._sent.js_on_change("tags", acknowledge)
+        self._document.js_on_event(DocumentReady, acknowledge)
         self._head.tags = [self._sent]  # so that it is a part of the document
         buttons = row(*self._buttons.values(), self._dark, styles={"flex-wrap": "wrap"})
         tabs = [tab.layout for tab in self._tabs.values()]

@@ -1,6 +1,7 @@
 """The dashboard's connection to a cluster: one for all browsers.
 
-    poll thread      GetStatus, twice a second             ──┐
+    poll thread      GetStatus, twice a second, and at     ──┐
+                     once when an event has come             │
     events thread    WatchEvents                           ──┤
     a thread a job   WatchJob                              ──┼──▶ ClusterView ──▶ pages read it at their own pace
     details thread   ListBuffers of one device at a time,  ──┘
@@ -61,6 +62,8 @@ class ClusterFeed:
         self._lock = threading.Lock()
         self._view = ClusterView()
         self._stopped = threading.Event()
+        self._wake = threading.Event()
+        """An event of the coordinator has come, or the feed is closed: the poll thread need not wait."""
         self._threads: list[threading.Thread] = []
         self._followers: dict[int, threading.Thread] = {}
         """By job; only the poll thread uses it."""
@@ -92,6 +95,7 @@ class ClusterFeed:
     def close(self) -> None:
         """Ends the threads and the connection."""
         self._stopped.set()
+        self._wake.set()
         self._cluster.close()  # ends the streams that the threads wait for
         for thread in (*self._threads, *self._followers.values()):
             thread.join(JOIN_S)
@@ -128,7 +132,11 @@ class ClusterFeed:
     # ---- status
 
     def _poll_often(self) -> None:
-        while not self._stopped.wait(POLL_S):
+        while True:
+            self._wake.wait(POLL_S)
+            self._wake.clear()
+            if self._stopped.is_set():
+                return
             with self._while_open():
                 self._poll()
                 self._follow_jobs()
@@ -169,6 +177,7 @@ class ClusterFeed:
                     for event in self._cluster.events(follow=True):
                         if self._is_new(event.sequence, event.time, event.kind):
                             self._update(lambda view, event=event: views.with_event(view, event))  # type: ignore[misc]
+                            self._wake.set()
             except HoopError as error:
                 log.info("dashboard: events: %s", error)
             self._stopped.wait(AGAIN_S)
