@@ -74,7 +74,7 @@ class Outcome:
 
 @cache
 def import_for_ranks() -> None:
-    """Loads, before the first fork, what every rank would otherwise load by itself: up to 0.7 s each."""
+    """Loads, before the first fork, what every rank would otherwise load by itself."""
     for name in ("numpy.ctypeslib", "numpy.random"):
         importlib.import_module(name)
     environment.versions()

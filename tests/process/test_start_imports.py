@@ -9,11 +9,11 @@ PROGRAM = """
 import sys
 import torch
 from torch import nn
-from hoop.engine.stage.accelerator import _use_deterministic_algorithms
+from hoop.engine.stage.accelerator import use_deterministic_algorithms
 from hoop.engine.stage.autograd import AutogradStage
 from hoop.engine.trainer import Trainer
 
-_use_deterministic_algorithms()
+use_deterministic_algorithms()
 blocks = [nn.Linear(3, 2), nn.Tanh()]
 parameters = list(blocks[0].parameters())
 stage = AutogradStage([(blocks, len(parameters))], 0, parameters)
@@ -22,7 +22,7 @@ into = [torch.zeros_like(one) for one in parameters]
 stage.backward(0, torch.ones_like(outputs), into, False)
 assert into[1].abs().sum() > 0
 assert torch.are_deterministic_algorithms_enabled()
-print(*sorted({name for name in sys.modules} & {"sympy", "torch._dynamo", "torch._inductor.config"}))
+print(*sorted(set(sys.modules) & {"sympy", "torch._dynamo", "torch._inductor.config"}))
 """
 
 

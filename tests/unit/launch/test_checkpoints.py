@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, serialize, write_into
+from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, serialize, serialize_into
 from hoop.errors import FailedPrecondition
 from hoop.files import atomic_write, remove_partial_files, write_bytes
 from hoop.job_events import CheckpointWritten, Warned
@@ -224,6 +224,6 @@ def test_a_file_written_into_memory_has_the_bytes_of_the_library_s(types: list[t
         memory.extend(b"?" * size)
         return memoryview(memory)
 
-    checksum, size = write_into(allocate, tensors, metadata)
+    checksum, size = serialize_into(allocate, tensors, metadata)
     assert bytes(memory) == serialize(tensors, metadata)
     assert (checksum, size) == (deserialize(bytes(memory))[1][CHECKSUM_KEY], len(memory))

@@ -125,12 +125,12 @@ def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> byt
     return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_BLANK_CHECKSUM) :]))
 
 
-def write_into(
+def serialize_into(
     allocate: Callable[[int], memoryview], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
 ) -> tuple[str, int]:
-    """Writes the bytes of ``serialize`` into memory: ``allocate`` gets their number. Returns the checksum and it.
+    """Writes the bytes of ``serialize`` into memory that ``allocate(size)`` returns; returns their checksum and size.
 
-    A tensor is copied once, and the library would copy it five times until it is there.
+    Each tensor is copied once, to its place; the library makes copies of the whole file.
     """
     if any(tensor.dtype not in _DTYPES for tensor in tensors.values()):
         data = serialize(tensors, metadata)
@@ -192,7 +192,7 @@ def _header(data: bytes, where: Path | str) -> tuple[dict[str, Any], int]:
         raise FailedPrecondition(f"{where}: torn: it ends after {len(data)} bytes, within its header")
     try:
         header = json.loads(data[8:end])
-        metadata = json.loads(header.pop("__metadata__")["hoop"])
+        metadata = json.loads(header.pop("__metadata__")[_METADATA_KEY])
         whole = end + max((one["data_offsets"][1] for one in header.values()), default=0)
         torn = len(data) < whole
         if not isinstance(metadata, dict) or len(metadata[CHECKSUM_KEY].encode()) != len(_BLANK_CHECKSUM):
@@ -248,7 +248,7 @@ def write_to_arena(
     def allocate(size: int) -> memoryview:
         return arena.view(arena.allocate(name, size).address, size)
 
-    return write_into(allocate, tensors, metadata)
+    return serialize_into(allocate, tensors, metadata)
 
 
 class SnapshotPublisher:

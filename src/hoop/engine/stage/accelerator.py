@@ -202,7 +202,7 @@ class Accelerator:
 
     def allow_nondeterministic(self) -> None:
         """Let operations run that have no deterministic kernel; PyTorch warns of each."""
-        _use_deterministic_algorithms(warn_only=True)
+        use_deterministic_algorithms(warn_only=True)
 
     def synchronize(self) -> None:
         """Wait until all computations and copies are done."""
@@ -264,14 +264,14 @@ def _cuda_problem() -> str:
 def _enable_determinism(tf32: bool) -> None:
     """Select deterministic kernels: the same for the same shapes, without atomic sums. Others raise."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is initialised
-    _use_deterministic_algorithms()
+    use_deterministic_algorithms()
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-def _use_deterministic_algorithms(warn_only: bool = False) -> None:
+def use_deterministic_algorithms(warn_only: bool = False) -> None:
     """``torch.use_deterministic_algorithms(True)`` without its import of ``torch._inductor``, which takes 3 s.
 
     Inductor, which only a model that is compiled imports, finds the same setting in its environment variable.
