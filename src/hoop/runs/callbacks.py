@@ -171,7 +171,8 @@ class OpenTelemetryLogger(Callback):
     """Makes a trace of the run with a tracer of OpenTelemetry, ``opentelemetry.trace.get_tracer("mine")``.
 
     The run is a span. Its children are spans of reported steps, recoveries, changes of the number of devices, and
-    checkpoints; lost devices, evaluations and warnings are events of it.
+    checkpoints; lost devices, evaluations and warnings are events of it. The span of a run that fails is not ended:
+    callbacks do not learn of the failure, which ``hoop.train`` raises.
     """
 
     def __init__(self, tracer: Any) -> None:
@@ -207,9 +208,6 @@ class OpenTelemetryLogger(Callback):
             case ev.DeviceLost() | ev.Evaluated() | ev.FaultInjected() | ev.Warned() | ev.Refused() as happened:
                 fields = {name: value for name, value in happened.to_fields().items() if isinstance(value, _PLAIN)}
                 self._span.add_event(happened.kind, fields, _nanoseconds(observed.time))
-            case ev.JobEnded(error=error) if error:
-                self._span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, error))
-                self._end()
 
     def on_end(self, run: RunControl, summary: Mapping[str, Any]) -> None:
         if self._span is not None:
