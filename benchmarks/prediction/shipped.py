@@ -21,7 +21,7 @@ from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.recipes import RECIPES
 from hoop.lab.bench.links import contention_factor, link_seconds
-from hoop.runs.prediction import between, calibrated, machine_of
+from hoop.runs.calibration import between, calibrated, machine_of
 
 OUT = Path(__file__).resolve().parents[2] / "src" / "hoop" / "simulate" / "shipped.json"
 SAMPLES = 512

@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded
 
 from race import environment, table
 
-from hoop.engine.stage.optimizer import OptimizerSettings
+from hoop.engine.optimizer_settings import OptimizerSettings
 
 Trial = tuple[OptimizerSettings, int, int]
 """An optimizer, a batch size and a seed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import torch
@@ -30,3 +32,23 @@ def test_a_step_imports_neither_sympy_nor_the_compiler() -> None:
     """``torch.autograd.grad`` and ``torch.use_deterministic_algorithms`` would: 1 to 6 s of every start."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+DASHBOARD_PROGRAM = """
+import sys
+import hoop.cli.dashboard
+from hoop.dashboard.server import DashboardServer
+from hoop.engine.settings import Settings
+from hoop.runs.prediction import predicted_step_seconds
+from hoop.simulate.simulation import simulate
+
+print("torch" in sys.modules)
+"""
+
+
+def test_the_dashboard_predicts_without_pytorch() -> None:
+    """It starts beside the devices of a run, and importing PyTorch would take a second of their cores."""
+    pytest.importorskip("bokeh", reason="the dashboard is an extra: pip install 'hoop[dashboard]'")
+    program = [sys.executable, "-c", DASHBOARD_PROGRAM]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

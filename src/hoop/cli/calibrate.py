@@ -39,8 +39,8 @@ def calibrate(
     # Before PyTorch is loaded: one thread computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.lab.bench.links import contention_factor, link_seconds
+    from hoop.runs.calibration import between, calibrated, machine_of
     from hoop.runs.job_lookup import job_named, resolved
-    from hoop.runs.prediction import between, calibrated, machine_of
     from hoop.runs.simulation_report import calibrated_on_gpu
 
     make_folder(out.parent, "--out")

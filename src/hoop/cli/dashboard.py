@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 CALL_S = 5.0
 """Time limit of the feed's calls: a coordinator that does not answer is shown soon."""
+NICENESS = 10
+"""Of a dashboard that ``hoop train`` or ``hoop up`` started: it shares the machine with devices, which come first."""
 
 
 def dashboard(
@@ -72,6 +75,8 @@ def dashboard(
     except ModuleNotFoundError as error:
         raise FailedPrecondition(f"hoop dashboard needs {error.name}: pip install 'hoop[dashboard]'") from None
 
+    if leave_with_stdin:
+        os.nice(NICENESS)
     address = Addresses.parse(coordinator, "--coordinator")
     credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
     needs_login = login or actions or not Address(host, port).is_loopback
@@ -114,7 +119,7 @@ def dashboard(
 
 
 def predicted_seconds(costs: dict[str, Any], settings: str) -> float | None:
-    """Seconds of a step by the simulator. Loads PyTorch, and only when a job has reported its costs."""
+    """Seconds of a step by the simulator."""
     from hoop.engine.settings import Settings
     from hoop.runs.prediction import predicted_step_seconds
 
@@ -122,7 +127,7 @@ def predicted_seconds(costs: dict[str, Any], settings: str) -> float | None:
 
 
 def simulated(costs: dict[str, Any], settings: str, question: Question) -> Answer:
-    """The answer of the simulator from a job's measured costs. Loads PyTorch when it is asked for the first time."""
+    """The answer of the simulator from a job's measured costs."""
     from hoop.dashboard.simulator import Answer
     from hoop.engine.settings import Settings
     from hoop.runs.prediction import MOST_INSTRUCTIONS, measured_job_costs

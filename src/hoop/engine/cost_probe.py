@@ -28,12 +28,13 @@ from hoop.collectives.communicator import Communicator, any_rank
 from hoop.data.dataset import Batch, Dataset
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.data_feed import Position
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
-from hoop.engine.stage.optimizer import OptimizerSettings, make_update
+from hoop.engine.stage.optimizer import make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import StateLayout

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from hoop.engine.stage.optimizer import OPTIMIZERS, OptimizerSettings
+from hoop.engine.optimizer_settings import OPTIMIZERS, OptimizerSettings
 from hoop.errors import InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import Fault, parse_faults

@@ -6,6 +6,7 @@ May import: memory native wire membership client schedulers servers data plan st
 PUBLIC = (
     "api",
     "audit",
+    "calibration",
     "callbacks",
     "checkpoint_store",
     "device_count",

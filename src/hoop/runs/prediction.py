@@ -1,34 +1,20 @@
-"""Predictions by the simulator, and the costs that they are made from.
-
-    Prediction    predicts a run's step before the first one, and compares it with the measured steps
-    calibrated    measures a job's costs on this machine: every block at two micro-batch sizes, and the machine itself
+"""Predicts a run's step by the simulator before the first one, and compares it with the measured steps.
 
 Before the first step the reporting rank measures blocks and machine (``engine/cost_probe.py``) and sends the costs with
-the ``Started`` event. The client simulates a step from them while the job already trains.
+the ``Started`` event. The client simulates a step from them while the job already trains. ``runs/calibration.py``
+measures the costs of a job that does not run. This module does not load PyTorch, because the dashboard uses it too.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
-
-from hoop.engine.cost_probe import VECTOR_BYTES, measure_communication, measure_costs, profile_blocks
-from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
-from hoop.engine.user_code import blaming_user_code
 from hoop.errors import HoopError
 from hoop.job_events import JobEvent, Started, Steps
-from hoop.resources import available_cores
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
 from hoop.simulate.simulation import simulate
@@ -185,78 +171,3 @@ def measured_cluster(measured: MeasuredCosts, settings: Settings) -> Cluster:
         gpus = measured["gpu"]["gpus"] if "gpu" in measured else None
         hosts.append(Host(len(mine), cores, speeds=mine if slow else (), gpus=gpus))
     return Cluster(tuple(hosts), Link(1e9, 20e-6))
-
-
-JOINT = 4
-REPEATS = 5
-between = partial(measure_communication, shards=8, timeout=30.0)
-"""Measures what two ranks cost each other."""
-
-
-def machine_of(links: Mapping[str, float]) -> Machine:
-    """A machine with the measured link costs and usual values otherwise."""
-    known = ("message_s", "byte_s", "agree_s", "meeting_s")
-    found: dict[str, Any] = {name: links[name] for name in known if name in links}
-    return dataclasses.replace(Machine(), **found)
-
-
-def calibrated(
-    job: Job, settings: Settings, machine: Machine, crowding: Callable[[Callable[[], float], int], float] | None = None
-) -> Costs:
-    """Measures a job in this process, on one thread; ``crowding`` measures how busy cores slow each other down."""
-    torch.set_num_threads(1)
-    rows = -(-settings.batch_size // settings.num_microbatches)
-    with blaming_user_code(f"measuring {settings.job}"):
-        low = _measure(job, settings, max(1, rows // 4))
-        high = _measure(job, settings, rows, (*VECTOR_BYTES, 1 << 24))
-    costs = measured_job_costs(high, machine)
-    if crowding is not None:
-        machine = dataclasses.replace(
-            costs.machine,
-            crowding=crowding(
-                lambda: sum(one["forward_s"] for one in _measure(job, settings, rows)["blocks"]), available_cores()
-            ),
-        )
-        costs = dataclasses.replace(costs, machine=machine)
-    if low["rows"] < high["rows"]:
-        costs = dataclasses.replace(
-            costs,
-            blocks=tuple(
-                dataclasses.replace(
-                    cost,
-                    forward=_through(low, high, index, "forward_s"),
-                    backward=_through(low, high, index, "backward_s"),
-                )
-                for index, cost in enumerate(costs.blocks)
-            ),
-        )
-    return dataclasses.replace(costs, source="measured", about=describe_measurement(settings))
-
-
-def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VECTOR_BYTES) -> MeasuredCosts:
-    data = job.data().train
-    blocks = blocks_of(build_model(job, settings.seed))
-    rows = min(rows, len(data))
-    batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
-    found = profile_blocks(blocks, batch, settings.optimizer, settings.num_microbatches, REPEATS)
-    return measure_costs(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
-
-
-def _through(low: MeasuredCosts, high: MeasuredCosts, index: int, name: str) -> LinearCost:
-    points = [(one["rows"], one["blocks"][index][name]) for one in (low, high)]
-    return LinearCost.through_points(points)
-
-
-def describe_measurement(settings: Settings) -> dict[str, object]:
-    """Metadata of costs that are measured here and now."""
-    return {
-        "job": settings.job,
-        "batch_size": settings.batch_size,
-        "shards": settings.num_microbatches,
-        "optimizer": settings.optimizer.name,
-        "cores": available_cores(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }

@@ -44,8 +44,8 @@ def costs_of(job: str, file: Path | None) -> Costs:
             raise
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+    from hoop.runs.calibration import calibrated
     from hoop.runs.job_lookup import job_named, resolved
-    from hoop.runs.prediction import calibrated
 
     found = job_named(resolved(job), load=False)
     return calibrated(found, found.defaults(resolved(job)).check(), Machine())
@@ -56,7 +56,8 @@ def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
 
     ``memory``: bytes of the device's memory.
     """
-    from hoop.runs.prediction import describe_measurement, measured_job_costs
+    from hoop.runs.calibration import describe_measurement
+    from hoop.runs.prediction import measured_job_costs
     from hoop.runs.training import Launch, Training
 
     short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})

@@ -10,8 +10,9 @@ import torch
 
 from hoop.engine.fault_tolerance.replication import Replica, ReplicaLayout, replica_layout
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.stage.autograd import CPU
-from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
+from hoop.engine.stage.optimizer import apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.memory import Arena
 

@@ -14,9 +14,9 @@ from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.cost_probe import profile_blocks
 from hoop.engine.job import Job, build_model
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.settings import Settings
 from hoop.engine.setup import check_stages
-from hoop.engine.stage.optimizer import OptimizerSettings
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.runs.job_objects import JobParts, job_from, load_into
 from hoop.runs.user_data import user_data

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.settings import Settings
-from hoop.engine.stage.optimizer import OptimizerSettings
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
 

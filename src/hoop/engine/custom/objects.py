@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hoop.engine.job import Job, names_of
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.settings import Settings
-from hoop.engine.stage.optimizer import OptimizerSettings
 from hoop.errors import InvalidArgument
 
 Scheduler = LRScheduler | ReduceLROnPlateau

@@ -55,9 +55,10 @@ from hoop.engine.fault_tolerance.state_slices import (
     state_rows,
 )
 from hoop.engine.job import names_of
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.roles.base import RankRole
 from hoop.engine.settings import Settings
-from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
+from hoop.engine.stage.optimizer import apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition
 from hoop.membership.recovery import SliceSpec

@@ -36,10 +36,11 @@ from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
+from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
 from hoop.engine.stage.gradient_reduction import clip_scale
-from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
+from hoop.engine.stage.optimizer import apply_update, make_update
 from hoop.engine.stage.state import LOSS, PAD, TAIL, StateLayout, StateVectors, squared_norms
 from hoop.engine.step_schedule import StepWork
 from hoop.plan.instructions import Instruction, InstructionKind

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hoop.engine.stage.optimizer import OptimizerSettings, make_update
+from hoop.engine.optimizer_settings import OptimizerSettings
+from hoop.engine.stage.optimizer import make_update
 from hoop.engine.stage.state import StageState, StateVectors
 from hoop.errors import InternalError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hoop.engine.job import Job
 from hoop.errors import UserError
-from hoop.runs.prediction import calibrated
+from hoop.runs.calibration import calibrated
 from hoop.simulate.cluster import Cluster, Link
 from hoop.simulate.cost_model import Costs, Machine
 from hoop.simulate.result import SimulationResult
