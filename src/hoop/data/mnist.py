@@ -6,6 +6,7 @@ names, so a folder with them is recognised by the checksum of its training label
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import lzma
@@ -22,7 +23,8 @@ from hoop.data.dataset import Splits
 from hoop.data.download import Progress, cache_dir, existing_paths, new_digest, not_found, read_bounded, verify
 from hoop.data.download import download as fetch
 from hoop.data.images import ImageData
-from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
+from hoop.files import write_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -83,6 +85,9 @@ def read_idx_files(folder: Path, checksums: Mapping[str, str]) -> Arrays:
 
 PACKAGED = Path(__file__).parent / "files" / "mnist-u8.xz"
 PACKAGED_CHECKSUM = "sha256:e9b40985d011bd5a36195bdeb447f26b7824f3acd02e51a1636098d784d5fe98"
+UNPACKED, UNPACKED_BYTES = "mnist-u8", 54_950_000
+"""The decompressed file in the cache directory, and its size."""
+UNPACKED_CHECKSUM = "sha256:c2069063c1105f2bf96266aef1ff68c6e13bdda7a54e37bf19c16f1db24efc83"
 
 # Checksums of the decompressed files, because gzip headers differ between packers.
 MNIST = {
@@ -111,8 +116,9 @@ DEBIAN = Path("/usr/share/datasets")
 def mnist(*, size: int = 28) -> Splits:
     """Loads MNIST. ``size``: image size; 56 or 112 enlarges the images by a whole factor, pixel by pixel.
 
-    IDX files in ``HOOP_DATA`` are preferred because they are faster to read (the bytes are the same, and verified).
-    Without them the file in the package is decompressed, once per process.
+    IDX files in ``HOOP_DATA`` are preferred (the bytes are the same, and verified). Without them the file in the
+    package is decompressed, once: a copy stays in the cache directory, which later processes read in a tenth of the
+    time.
     """
     if size < 28 or size % 28:
         raise InvalidArgument(f"size: {size} is not a multiple of 28; e.g. 28, 56, 112")
@@ -154,10 +160,29 @@ def _packaged() -> Arrays:
     if not PACKAGED.is_file():
         wanted = f"the folder mnist with {', '.join(NAMES)} (gzipped or not)"
         raise not_found("mnist", wanted, f"install Hoop again, with its {PACKAGED.name}")
-    data = lzma.decompress(verify(PACKAGED.read_bytes(), PACKAGED, PACKAGED_CHECKSUM))
+    data = _cached_copy() or _decompressed()
     flat, train, pixels = np.frombuffer(data, np.uint8), 60_000, 28 * 28
     images, labels = flat[: 70_000 * pixels].reshape(-1, 28, 28), flat[70_000 * pixels :]
     return Arrays(images[:train], labels[:train], images[train:], labels[train:])
+
+
+def _cached_copy() -> bytes | None:
+    """The decompressed file from the cache directory; None if there is none, or it is damaged."""
+    path = cache_dir() / UNPACKED
+    try:
+        if path.stat().st_size == UNPACKED_BYTES:
+            return verify(path.read_bytes(), path, UNPACKED_CHECKSUM)
+    except (OSError, FailedPrecondition):
+        pass
+    return None
+
+
+def _decompressed() -> bytes:
+    """The decompressed file of the package; a copy is left in the cache directory, if it can be written."""
+    data = lzma.decompress(verify(PACKAGED.read_bytes(), PACKAGED, PACKAGED_CHECKSUM))
+    with contextlib.suppress(OSError, HoopError):
+        write_bytes(cache_dir() / UNPACKED, data)
+    return data
 
 
 @functools.lru_cache(maxsize=1)

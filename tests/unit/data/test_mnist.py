@@ -114,6 +114,26 @@ def test_a_damaged_packaged_file_is_rejected(tmp_path: Path, monkeypatch: pytest
         mnist._packaged.__wrapped__()
 
 
+def test_the_decompressed_copy_is_used_if_it_is_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = mnist._packaged.__wrapped__()
+    copy = tmp_path / "home" / ".cache" / "hoop" / "mnist-u8"
+    assert copy.stat().st_size == mnist.UNPACKED_BYTES
+    monkeypatch.setattr(mnist, "_decompressed", lambda: pytest.fail("decompressed again"))
+    assert all(map(np.array_equal, first, mnist._packaged.__wrapped__()))
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    damaged = bytearray(copy.read_bytes())
+    damaged[1_000_000] ^= 1
+    copy.write_bytes(damaged)
+    assert all(map(np.array_equal, first, mnist._packaged.__wrapped__()))
+    assert copy.read_bytes() != damaged, "it is written again"
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("no directory")
+    assert len(mnist._packaged.__wrapped__().train_images) == 60_000
+
+
 def test_a_missing_packaged_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "PACKAGED", tmp_path / "mnist-u8.xz")
     with pytest.raises(NotFound, match="install Hoop again"):
