@@ -37,6 +37,7 @@ def train(cluster: HostCluster | None, steps: int, out: Path) -> dict[str, Any]:
     return hoop_train("mnist", "--shards", "8", *fixed, *where, out=out)
 
 
+@pytest.mark.slow
 def test_between_hosts_a_step_sends_one_gradient_a_host(tmp_path: Path) -> None:
     sent: dict[int, list[int]] = {}
     with host_cluster(len(HOSTS), tmp_path) as cluster:
@@ -97,6 +98,7 @@ def test_hosts_train_over_ipv6(tmp_path: Path) -> None:
     assert (result["devices"], result["weights_sha256"]) == (3, alone["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_devices_use_the_interface_that_is_named(tmp_path: Path) -> None:
     """Every host has eth0 and eth1; with ``--interface eth1`` calls and data go over eth1, and none over eth0."""
     with host_cluster(len(HOSTS), tmp_path, interface=1) as cluster:

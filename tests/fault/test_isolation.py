@@ -15,7 +15,7 @@ from hoop.runs.audit import audit
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(["data"], id="data"),
+        pytest.param(["data"], id="data", marks=pytest.mark.slow),
         pytest.param(["pipeline:1f1b", "--set", "cut=[1]"], id="pipeline", marks=pytest.mark.slow),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_partition_evicts_a_device_and_keeps_the_weights(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        pytest.param(4, 2, id="to the other replica"),
+        pytest.param(4, 2, id="to the other replica", marks=pytest.mark.slow),
         pytest.param(2, 3, id="to the next stage", marks=pytest.mark.slow),
     ],
 )

@@ -34,6 +34,7 @@ def test_faults_at_any_instruction_do_not_change_the_weights(tmp_path: Path) -> 
     assert undisturbed["faults"] == []
 
 
+@pytest.mark.slow
 def test_faults_while_the_state_is_on_an_emulated_gpu(tmp_path: Path) -> None:
     """Steps are launched in strides; the survivors bring the state to the host, and the same bits come out."""
     faults = [*FAULTS[1:4], "stop@rank=1,step=4,seconds=0.5,instruction=forward; kill@rank=0,step=13"]

@@ -92,7 +92,7 @@ DRAIN = (Roller.by_drain,)
 @pytest.mark.parametrize(
     ("strategy", "devices", "ways"),
     [
-        pytest.param("pipeline", 2, SIGNALS[:1], id="pipeline, by SIGTERM"),
+        pytest.param("pipeline", 2, SIGNALS[:1], id="pipeline, by SIGTERM", marks=pytest.mark.slow),
         pytest.param("pipeline", 2, SIGNALS[1:] + DRAIN, id="pipeline", marks=pytest.mark.slow),
         pytest.param("data", 2, SIGNALS + DRAIN, id="data", marks=pytest.mark.slow),
         pytest.param("ring", 2, SIGNALS + DRAIN, id="ring", marks=pytest.mark.slow),

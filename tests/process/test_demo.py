@@ -92,6 +92,7 @@ def test_a_pid_that_the_coordinator_tells_is_not_signalled_unless_it_is_a_child(
         processes.devices = devices
 
 
+@pytest.mark.slow
 def test_an_undisturbed_demo_ends_with_equal_hashes(start: Start) -> None:
     demo = start("demo", *DEMO, "--devices", 2, "--steps", 12, "--pace", 1)
     assert json.loads(demo.first_line)["dashboard"].startswith("http://127.0.0.1:")

@@ -112,7 +112,7 @@ def test_a_process_that_is_started_again_joins_and_finishes_with_the_others(tmp_
     "launcher",
     [
         pytest.param(["hoop", "run", "-np", "2"], marks=pytest.mark.slow, id="hoop run"),
-        pytest.param(["torch.distributed.run", "--nproc-per-node", "2"], id="torchrun"),
+        pytest.param(["torch.distributed.run", "--nproc-per-node", "2"], id="torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_from_its_checkpoint_to_the_bit(launcher: list[str], tmp_path: Path) -> None:

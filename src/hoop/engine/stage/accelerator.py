@@ -74,6 +74,8 @@ class Accelerator:
         """The device's memory on the GPU; None before it is used."""
         self.capacity = capacity
         self._compiled_kernels = compiled_kernels
+        self.usual_kernels = True
+        """False while the computations have another number of samples than usual: see ``select_kernels``."""
         self.cuda = device.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(device)  # for this thread
@@ -180,7 +182,7 @@ class Accelerator:
         and compiled already, so such a batch is computed with them, by every strategy.
         """
         if self.cuda and self._compiled_kernels:
-            torch.backends.cudnn.enabled = usual
+            torch.backends.cudnn.enabled = self.usual_kernels = usual
 
     @contextlib.contextmanager
     def no_compilation(self, modules: nn.Module) -> Iterator[None]:

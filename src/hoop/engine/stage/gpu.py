@@ -95,11 +95,17 @@ class CudaGraphStage(Stage):
     """Captures forward and backward of an ``AutogradStage`` as CUDA graphs, and replays them."""
 
     def __init__(
-        self, inner: AutogradStage, blocks: nn.Module, rows: int, wants_input: bool, new_row: Callable[[], OutputRow]
+        self,
+        accelerator: Accelerator,
+        inner: AutogradStage,
+        blocks: nn.Module,
+        rows: int,
+        wants_input: bool,
+        new_row: Callable[[], OutputRow],
     ) -> None:
         """``rows``: samples of a full shard. ``new_row``: allocates a row for a gradient."""
+        self._accelerator, self._rows = accelerator, rows
         self._inner, self._blocks, self._wants_input, self._new_row = inner, blocks, wants_input, new_row
-        self._rows = rows
         self._free_lanes: list[_GraphLane] = []
         self._lanes_in_flight: dict[int, _GraphLane] = {}
         self._can_capture: bool | None = None
@@ -141,7 +147,7 @@ class CudaGraphStage(Stage):
 
     def _acquire_lane(self, inputs: Tensor) -> _GraphLane | None:
         """Return a free lane or capture a new one; None if this micro-batch is computed without a graph."""
-        if len(inputs) != self._rows or not torch.backends.cudnn.enabled:  # see ``Accelerator.select_kernels``
+        if len(inputs) != self._rows or not self._accelerator.usual_kernels:
             return None
         if self._can_capture is None:
             self._can_capture = self._warm_up(inputs)
@@ -220,7 +226,7 @@ class GpuStageState(StageState):
         self.stage, _ = make_stage(list(twins), first_block, twin, settings, chain, device)
         if use_graphs and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
             rows = -(-settings.batch_size // settings.num_microbatches)
-            self.stage = CudaGraphStage(self.stage, twins, rows, first_block > 0, self._new_row)
+            self.stage = CudaGraphStage(accelerator, self.stage, twins, rows, first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
         """Frozen parameters, still to be copied: they change only when a checkpoint is read, before the first step."""
         self._upload_buffer = accelerator.pinned_buffer(twin.state)
