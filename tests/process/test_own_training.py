@@ -86,7 +86,16 @@ exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 result = hoop.train(new_model(), (x, y), devices=2, batch_size=8, epochs=2, faults="kill@rank=1,step=5",
                     out=sys.argv[1], callbacks=[hoop.OpenTelemetryLogger(provider.get_tracer("test"))])
-show(weights=result.weights_sha256, spans=[json.loads(span.to_json()) for span in exporter.get_finished_spans()])
+spans = [json.loads(span.to_json()) for span in exporter.get_finished_spans()]
+exporter.clear()
+try:
+    hoop.train(new_model(), (x * float("inf"), y), devices=1, batch_size=8, epochs=2,
+               callbacks=[hoop.OpenTelemetryLogger(provider.get_tracer("test"))])
+    raised = ""
+except hoop.HoopError as error:
+    raised = str(error)
+failed = [json.loads(span.to_json()) for span in exporter.get_finished_spans()]
+show(weights=result.weights_sha256, spans=spans, raised=raised, failed=failed)
 """
 DATASETS = """
 import datasets
@@ -151,6 +160,9 @@ def test_a_run_is_a_trace_of_opentelemetry(tmp_path: Path) -> None:
     assert steps[-1]["hoop.last"] == 24
     assert [span["attributes"]["hoop.steps"] for span in children if span["name"] == "hoop.checkpoint"] == [12, 24]
     assert {"fault", "lost", "evaluated"} <= {event["name"] for event in run["events"]}
+    *_, failed = found["failed"]
+    assert (failed["name"], failed["status"]["status_code"]) == ("hoop.train", "ERROR")
+    assert failed["status"]["description"] == found["raised"] != ""
 
 
 def test_the_surroundings_of_a_program_do_not_change_the_weights() -> None:

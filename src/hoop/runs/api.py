@@ -333,10 +333,11 @@ def train(
         summary: dict[str, Any] = {}
         training = Training(launch, save=weights)
         caller = CallbackCaller(called, RunControl(training.stop, json.loads(wanted.to_json())))
-        for observed in training.events():
-            if progress is not None:
-                progress(observed.to_fields())
-            caller.on_observed(observed)
-            if isinstance(observed.event, ev.Finished):
-                summary = observed.event.result
+        with caller.reporting_failure():
+            for observed in training.events():
+                if progress is not None:
+                    progress(observed.to_fields())
+                caller.on_observed(observed)
+                if isinstance(observed.event, ev.Finished):
+                    summary = observed.event.result
         return Result(summary, load_into(build_model(job, wanted.seed), weights), averages(weights))

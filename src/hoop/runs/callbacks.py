@@ -9,8 +9,9 @@ use early stopping (``patience=3``).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hoop import job_events as ev
@@ -66,6 +67,9 @@ class Callback:
     def on_end(self, run: RunControl, summary: Mapping[str, Any]) -> None:
         """The run is over; ``summary`` is ``Result.summary``."""
 
+    def on_exception(self, run: RunControl, exception: BaseException) -> None:
+        """The run failed, or was interrupted; ``hoop.train`` raises the exception when all callbacks have returned."""
+
 
 def check_callbacks(callbacks: Any) -> list[Callback]:
     """The callbacks; raises InvalidArgument unless all are objects of ``hoop.Callback``."""
@@ -102,6 +106,16 @@ class CallbackCaller:
                 case ev.Finished():
                     one.on_end(self._run, event.result)
             one.on_event(self._run, observed.to_fields())
+
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Inside, an exception is passed to every callback before it is raised."""
+        try:
+            yield
+        except BaseException as exception:
+            for one in self._callbacks:
+                one.on_exception(self._run, exception)
+            raise
 
 
 class _MetricLogger(Callback):
@@ -171,8 +185,8 @@ class OpenTelemetryLogger(Callback):
     """Makes a trace of the run with a tracer of OpenTelemetry, ``opentelemetry.trace.get_tracer("mine")``.
 
     The run is a span. Its children are spans of reported steps, recoveries, changes of the number of devices, and
-    checkpoints; lost devices, evaluations and warnings are events of it. The span of a run that fails is not ended:
-    callbacks do not learn of the failure, which ``hoop.train`` raises.
+    checkpoints; lost devices, evaluations and warnings are events of it. The span of a run that fails has the status
+    ``ERROR`` and the exception.
     """
 
     def __init__(self, tracer: Any) -> None:
@@ -213,6 +227,12 @@ class OpenTelemetryLogger(Callback):
         if self._span is not None:
             found = {name: value for name, value in summary.items() if isinstance(value, _PLAIN)}
             self._span.set_attributes({f"hoop.{name}": value for name, value in found.items()})
+            self._end()
+
+    def on_exception(self, run: RunControl, exception: BaseException) -> None:
+        if self._span is not None:
+            self._span.record_exception(exception)
+            self._span.set_status(self._trace.StatusCode.ERROR, str(exception))
             self._end()
 
     def _child(self, name: str, end: float, seconds: float, attributes: Mapping[str, Any]) -> None:
