@@ -461,7 +461,7 @@ def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | Non
     """Starts the job and returns; ``hoop attach`` follows it."""
     from hoop.cli.attach import attach_command
     from hoop.client.cluster import connect
-    from hoop.runs.elastic import check_range, wait_for_devices
+    from hoop.runs.device_count import check_range, wait_for_devices
     from hoop.runs.job_follower import JobFollower
     from hoop.runs.training import choose_devices
 

@@ -24,8 +24,7 @@ from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, PeerLost
 from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
-from hoop.runs.device_count import default_device_count
-from hoop.runs.elastic import check_range, local_processes, wait_for_devices
+from hoop.runs.device_count import check_range, default_device_count, local_processes, wait_for_devices
 from hoop.topology import Addresses, PortRange
 
 if TYPE_CHECKING:
