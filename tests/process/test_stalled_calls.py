@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 
 import pytest
 from lab_in_process import lab_servers
@@ -68,13 +67,16 @@ def test_a_request_that_stalls_makes_room_for_one_that_waits() -> None:
 
 def test_a_slow_request_may_take_its_time_while_none_waits() -> None:
     async def scenario() -> None:
-        bounded, go_on = Receiving(most=2, hurried_s=0.0), asyncio.Event()
+        bounded, begun, go_on = Receiving(most=2, hurried_s=0.0), asyncio.Semaphore(0), asyncio.Event()
 
-        def reading() -> Callable[[], Awaitable[bool]]:
-            return go_on.wait
+        async def slow() -> bool:
+            begun.release()
+            return await go_on.wait()
 
-        both = [asyncio.ensure_future(bounded.receive("Memcpy", reading())) for _ in range(2)]
-        await asyncio.sleep(0)
+        both = [asyncio.ensure_future(bounded.receive("Memcpy", slow)) for _ in range(2)]
+        for _ in both:
+            await begun.acquire()
+        assert bounded.count == 2
         go_on.set()
         assert await asyncio.gather(*both) == [True, True]
 

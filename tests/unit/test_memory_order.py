@@ -60,7 +60,7 @@ def test_conflicting_accesses_run_in_the_order_of_acceptance() -> None:
         async def take(access: Access) -> None:
             await access.wait_turn(20)
             done.append(access.description)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the others could go on meanwhile
             order.end(access)
 
         await asyncio.gather(*(take(one) for one in reversed(accesses)))
@@ -131,7 +131,8 @@ def test_reads_do_not_wait_for_each_other_and_a_cancelled_access_is_removed() ->
                 raise AssertionError("it is not its turn")
 
         task = asyncio.ensure_future(enter())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the task runs until it waits for its turn
+        assert len(order) == len([*reads, pending_write, task])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for one in reads:

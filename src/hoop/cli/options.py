@@ -85,6 +85,16 @@ CoordinatorAddress = Annotated[
 MaxMessage = Annotated[
     str, typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read.")
 ]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Start devices of this machine again if all were lost, up to N times, each from a newer checkpoint in "
+        "--out.",
+        show_default="3",
+    ),
+]
 RAY_PANEL = "Ray (--on ray)"
 RayAddress = Annotated[
     str | None,

@@ -139,15 +139,7 @@ def train(
             help="As --resume if --out has a checkpoint, else begin: for a command that a scheduler runs again.",
         ),
     ] = False,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Start the devices again if all were lost, up to N times, each from a newer checkpoint in --out.",
-            show_default="3",
-        ),
-    ] = None,
+    max_restarts: options.MaxRestarts = None,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -286,6 +278,10 @@ def train(
     there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
     placement = _placement(on, meet, port, wanted, there)
     ray = _ray(on, wanted, meet_timeout, ray_address, ray_cpus, ray_gpus, ray_placement)
+    if max_restarts is not None:
+        from hoop.runs.training import check_restarts
+
+        check_restarts(max_restarts, there or placement or ray)
     if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
@@ -311,9 +307,7 @@ def train(
         view.say("loading PyTorch and the data …")
         here = there is None and ray is None
         launch = _launch(job, changes, first, size, out, resume, there, address_file, auto_resume, load=here)
-        launch = replace(launch, costs=priced, meet_timeout_s=timeout_s)
-        if max_restarts is not None:
-            launch = replace(launch, max_restarts=max_restarts)
+        launch = replace(launch, costs=priced, meet_timeout_s=timeout_s, max_restarts=max_restarts)
         if launch.device_reason:
             admit(Request(launch.devices or 1, size, options=("--devices", "--memory")))
             several = "s" * (launch.devices != 1)
@@ -461,7 +455,7 @@ def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | Non
     """Starts the job and returns; ``hoop attach`` follows it."""
     from hoop.cli.attach import attach_command
     from hoop.client.cluster import connect
-    from hoop.runs.elastic import check_range, wait_for_devices
+    from hoop.runs.device_count import check_range, wait_for_devices
     from hoop.runs.job_follower import JobFollower
     from hoop.runs.training import choose_devices
 

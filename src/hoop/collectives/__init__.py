@@ -11,7 +11,6 @@ PUBLIC = (
     "ordered_all_reduce",
     "ordered_multi_host",
     "plan",
-    "rank_activity",
     "rank_context",
     "reduction",
     "registry",

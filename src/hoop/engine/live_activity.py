@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from hoop.collectives.rank_activity import InstructionSpan, RankActivity, StepTrace
+from hoop.collectives.rank_context import InstructionSpan, RankActivity, StepTrace
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.profiler import now
 from hoop.errors import FailedPrecondition

@@ -29,12 +29,16 @@ from hoop.data.dataset import Splits, describe, fingerprint
 from hoop.data.structured import structured
 from hoop.engine.custom.evaluation import evaluate_custom
 from hoop.engine.custom.loss import CustomLoss
-from hoop.engine.custom.persistence import CustomInPlaceState
 from hoop.engine.early_stopping import EarlyStopping
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
-from hoop.engine.fault_tolerance.local_persistence import InPlaceState, load_from_arena, read_step_log
+from hoop.engine.fault_tolerance.local_persistence import (
+    CustomInPlaceState,
+    InPlaceState,
+    load_from_arena,
+    read_step_log,
+)
 from hoop.engine.fault_tolerance.manager import ShardedStateManager
 from hoop.engine.fault_tolerance.recovery import RECOVERABLE, plan_rest_of_step, synchronize_replicas
 from hoop.engine.job import Job, build_model
@@ -46,11 +50,10 @@ from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.custom import CustomRole
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
-from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu
+from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu, pin_threads
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import MOVE, STOP, StateVectors
 from hoop.engine.step_schedule import StepSchedule
-from hoop.engine.thread_pinning import pin_threads
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerError, PeerLost, UserError
 from hoop.job_events import Emit
 from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost

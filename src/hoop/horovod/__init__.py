@@ -64,7 +64,7 @@ from hoop.horovod.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hoop.horovod.handle import poll, synchronize
+from hoop.horovod.operations import poll, synchronize
 from hoop.horovod.optimizer import DistributedOptimizer
 from hoop.horovod.process_sets import (
     ProcessSet,

@@ -15,7 +15,7 @@ from hoop.errors import InvalidArgument
 from hoop.horovod import operations
 from hoop.horovod.compression import Compression, Compressor
 from hoop.horovod.context import OPERATION_TIMEOUT_S
-from hoop.horovod.handle import Handle
+from hoop.horovod.operations import Handle
 from hoop.horovod.process_sets import ProcessSet, global_process_set
 from hoop.horovod.reductions import Average, Reduction, Sum, chosen
 

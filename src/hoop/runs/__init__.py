@@ -11,7 +11,6 @@ PUBLIC = (
     "checkpoint_store",
     "device_count",
     "doctor",
-    "elastic",
     "export",
     "job_follower",
     "job_lookup",

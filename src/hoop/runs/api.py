@@ -21,7 +21,7 @@ from hoop.membership.replication import check_replicas
 from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
 from hoop.runs.device_count import DEFAULT_DEVICES, default_device_count
 from hoop.runs.result import Result
-from hoop.runs.training import DEFAULT_MEMORY, MAX_RESTARTS, Launch, Training
+from hoop.runs.training import DEFAULT_MEMORY, Launch, Training, check_restarts
 from hoop.topology import Addresses, DeviceRange
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def train(
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    max_restarts: int = MAX_RESTARTS,
+    max_restarts: int | None = None,
     callbacks: Sequence[Callback] | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
     loss: str | Callable[..., Any] = "cross_entropy",
@@ -283,8 +283,9 @@ def train(
 
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
     there. If all devices of this machine are lost, they are started again from a newer checkpoint in ``out``, at most
-    ``max_restarts`` times. ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event
-    as a dict. ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, patience …
+    ``max_restarts`` times (3); what started the devices of a cluster restarts them, so it is refused with ``on``.
+    ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event as a dict. ``settings``
+    are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, patience …
 
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
@@ -298,6 +299,7 @@ def train(
     if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
         settings["optimizer"], optimizer = optimizer, None
     place = _checked_place(on, devices, token, tls)
+    check_restarts(max_restarts, place.coordinator or place.ray)
     spec, folder = _checked_strategy(strategy), _checked_folder(out)
     called = check_callbacks(callbacks)
     if progress is not None and not callable(progress):

@@ -24,18 +24,16 @@ from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, PeerLost
 from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
-from hoop.runs.device_count import default_device_count
-from hoop.runs.elastic import check_range, local_processes, wait_for_devices
-from hoop.topology import Addresses, PortRange
+from hoop.runs.device_count import check_range, default_device_count, local_processes, wait_for_devices
+from hoop.schedulers.base import Placement
+from hoop.topology import Address, Addresses, PortRange
 
 if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.launch.forked import ForkedConfig
     from hoop.launch.ray_cluster import Ray
-    from hoop.schedulers.base import Placement
     from hoop.simulate.cost_model import Costs
-    from hoop.topology import Address
     from hoop.wire.auth import Credentials
 
 
@@ -60,6 +58,7 @@ def choose_devices(cluster: Cluster, count: int | None, least: int = 1) -> list[
 
 DEFAULT_MEMORY = 256 * 1024 * 1024
 MAX_RESTARTS = 3
+"""How often devices of this machine are started again, if the user states no number."""
 OnStop = Callable[[Callable[[], None]], None]
 """Registers the function that asks the job to stop."""
 
@@ -103,8 +102,35 @@ class Launch:
     """Why it begins with this number of devices, if Hoop chose it."""
     job: Job | None = None
     """A job made of live objects, which Ray brings to the devices."""
-    max_restarts: int = MAX_RESTARTS
-    """How often devices of this machine are started again if all were lost, each time from a newer checkpoint."""
+    max_restarts: int | None = None
+    """How often devices of this machine are started again if all were lost, each time from a newer checkpoint.
+
+    None: ``MAX_RESTARTS``. Devices that this process does not start have none: see ``check_restarts``."""
+
+
+def check_restarts(max_restarts: int | None, starter: Address | Addresses | Placement | Ray | None) -> None:
+    """Raises InvalidArgument if a number of restarts is given that is wrong, or that has no effect.
+
+    ``starter``: the cluster that is up, the scheduler's placement or the Ray cluster of the devices; None: this process
+    starts them.
+    """
+    if max_restarts is None:
+        return
+    if not isinstance(max_restarts, int) or max_restarts < 0:
+        raise InvalidArgument(f"max_restarts: {max_restarts!r:.80} is not a whole number of at least 0")
+    match starter:
+        case None:
+            return
+        case Address() | Addresses():
+            what = f"the devices are those of the cluster at {starter}; leave it out: what started them restarts them"
+        case Placement():
+            what = (
+                f"{starter.scheduler} has started the {starter.world_size} processes of this run, each of which is a "
+                "device; leave it out: it can run the command again, with --out and --auto-resume"
+            )
+        case _:
+            what = "the devices are actors of a Ray cluster; leave it out: Ray restarts them"
+    raise InvalidArgument(f"max_restarts (--max-restarts): {max_restarts} has no effect here, because {what}")
 
 
 class Training:
@@ -115,8 +141,7 @@ class Training:
         for fault in launch.settings.parsed_faults:
             if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
-        if not isinstance(launch.max_restarts, int) or launch.max_restarts < 0:
-            raise InvalidArgument(f"max_restarts: {launch.max_restarts!r:.80} is not a whole number of at least 0")
+        check_restarts(launch.max_restarts, launch.coordinator or launch.placement or launch.ray)
         if launch.devices is None and launch.coordinator is None and launch.ray is None:
             launch = replace(launch, devices=default_device_count(launch.settings).devices)
         if warning := check_range(launch.devices, launch.settings):
@@ -148,7 +173,8 @@ class Training:
         """Runs the job on devices of this machine, and starts them again if all were lost."""
         from hoop.runs.checkpoint_store import step_of
 
-        for restarts_left in range(self._launch.max_restarts, -1, -1):
+        given = self._launch.max_restarts
+        for restarts_left in range(MAX_RESTARTS if given is None else given, -1, -1):
             try:
                 yield from self._run_forked()
                 return

@@ -24,8 +24,7 @@ from functools import partial
 
 from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.rank_activity import ActivitySource, StepTrace
-from hoop.collectives.rank_context import RankContext
+from hoop.collectives.rank_context import ActivitySource, RankContext, StepTrace
 from hoop.errors import (
     DeadlineExceeded,
     FailedPrecondition,

@@ -19,8 +19,7 @@ from hoop.engine.custom.own_loop import OwnLoopJob
 from hoop.engine.custom.state import CustomState
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.job import Job
-from hoop.engine.roles.custom import CustomRole
-from hoop.engine.roles.own_loop import OwnLoopRole
+from hoop.engine.roles.custom import CustomRole, OwnLoopRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CPU

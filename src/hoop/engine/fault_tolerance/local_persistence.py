@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hoop.engine.custom.state import WHOLE_VECTOR, CustomState
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, RUN_KEY, SNAPSHOT, deserialize
 from hoop.engine.fault_tolerance.state_slices import (
     LiveSlice,
@@ -249,6 +250,39 @@ class InPlaceState:
         step, tensors = found
         role.restore(model, tensors, step)
         self.executor.steps_updated = step
+        return step
+
+
+class CustomInPlaceState(InPlaceState):
+    """Custom training (``engine/custom``): the commit record of a ``CustomState`` has one row, its whole vector."""
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        vectors: StateVectors,
+        arena_shards: Sequence[StateShard],
+        resumed: bool,
+        persistent_memory: bool,
+    ) -> None:
+        self._setup, self.executor, self._arena_shards = setup, setup.executor, arena_shards
+        self._untrained = set()
+        self._record: CommitRecord | None = None
+        state = setup.executor.stage_states[0]
+        assert isinstance(state, CustomState)
+        self._state = state
+        if not persistent_memory:
+            return
+        words = state.state_array.size
+        self._record = vectors.commit_record("state", [(WHOLE_VECTOR, 0, words, 4 * words, "stage0.weights", 0)])
+        self._step_log = StepLog(vectors, setup.role.provenance)
+        self._update = self.executor.handler(InstructionKind.UPDATE)
+        self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
+
+    def commit(self, step: int) -> int:
+        if self._record is not None:
+            self.invalidate()
+            self._state.pack()
+            self._record.step = step
         return step
 
 

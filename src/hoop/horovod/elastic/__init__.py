@@ -6,8 +6,7 @@ again, restore the last commit and go on; a rank that waits to join is taken in 
 
 from hoop.horovod.elastic.run import run
 from hoop.horovod.elastic.sampler import ElasticSampler
-from hoop.horovod.elastic.state import ObjectState, State
-from hoop.horovod.elastic.torch_state import TorchState
+from hoop.horovod.elastic.state import ObjectState, State, TorchState
 from hoop.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = [
