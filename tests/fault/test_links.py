@@ -20,7 +20,8 @@ def check(cases: list[tuple[str, str]], folder: Path) -> None:
     ]
     undisturbed, *results = run_driver(DRIVER, [{**JOB, "devices": 1}, *disturbed], folder)
     for case, result in zip(cases, results, strict=True):
-        assert result.get("faults") == case[1].split("; "), f"{case}: {result}"
+        # Sorted: of two faults in one step either may come first.
+        assert sorted(result.get("faults", [])) == sorted(case[1].split("; ")), f"{case}: {result}"
         check_same(result, undisturbed)
 
 

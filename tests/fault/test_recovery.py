@@ -102,9 +102,7 @@ def train_disturbed(
         pytest.param(
             "hybrid:replicas=2", 4, [2, 1], signal.SIGKILL, id="a stage of each replica killed", marks=pytest.mark.slow
         ),
-        pytest.param(
-            "pipeline:interleaved", 2, [2], signal.SIGSTOP, id="a stage stops answering", marks=pytest.mark.slow
-        ),
+        pytest.param("pipeline:1f1b", 2, [2], signal.SIGSTOP, id="a stage stops answering", marks=pytest.mark.slow),
     ],
 )
 def test_losing_devices_does_not_change_the_weights(
@@ -125,7 +123,9 @@ def test_losing_devices_does_not_change_the_weights(
                 for victim in victims:
                     os.kill(running[victim], signal.SIGKILL)
     assert not pending, "the run ended before the fault"
-    assert kinds.count(ev.Resized if signal_number == signal.SIGTERM else ev.Recovered) >= 1, kinds
+    # Only data parallel ranks take planned ranks after a step; the others hand over what they hold, and repartition.
+    planned = signal_number == signal.SIGTERM and strategy == "data"
+    assert kinds.count(ev.Resized if planned else ev.Recovered) >= 1, kinds
     assert result["steps"] == 118
     if signal_number == signal.SIGKILL:
         assert sorted(result["left_out"]) == sorted(map(str, victims)), "the lost devices are named with the reason"
@@ -193,7 +193,7 @@ def test_a_joining_device_gets_a_rank_and_does_not_change_the_weights(tmp_path: 
         for observed in cluster.job(job).events():
             if isinstance(observed.event, ev.Steps):
                 disturb(0)
-            if isinstance(observed.event, ev.Resized):
+            if isinstance(observed.event, ev.Resized | ev.Recovered):
                 ranks.add(observed.event.ranks)
                 cluster.job(job).stop()
         out, _ = run.communicate(timeout=TIMEOUT_S)

@@ -37,7 +37,7 @@ LINKED = ("benchmarks", "docs", "scripts", "tests", "pyproject.toml")
 """What commands name in the repository and do not write to."""
 HOSTS = re.compile(r"\b10\.0\.0\.(\d+)\b")
 PLACEHOLDER = re.compile(r"\b(?:HOST|127\.0\.0\.\d+):(PORT|4021)\b")
-PORT = re.compile(r"--port (\d+)")
+PORT = re.compile(r"--port (\d+)(?!\S)")
 ETCD = re.compile(r"etcd://[^/\s]+")
 
 

@@ -102,6 +102,17 @@ TABLE = (
         why="needs libraries that are not installed everywhere; tests/torch/test_trainers.py runs it where they are",
     ),
     Rule(r": hoop drain", How.NOT, why="ends a device of the tests' cluster; tests/process/test_drain.py runs it"),
+    Rule(r": python lines", How.NOT, why="lines of a program: they use names that the reader's program has"),
+    Rule(
+        r"training.md: hoop device .*--advertise-data",
+        How.NOT,
+        why="has the token of a coordinator on another machine; tests/process/test_hosts.py runs such devices",
+    ),
+    Rule(
+        r"torch-backend.md: HOOP_TOKEN_FILE=\S+ torchrun --nnodes 2",
+        How.NOT,
+        why="the reader's script on two machines; tests/torch/test_torch_groups.py runs torchrun",
+    ),
     Rule(r"CONTRIBUTING.md: python block", How.NOT, why="reads the journal of the reader's cluster"),
     Rule(
         r"clusters.md: (JOB=\S+ OUT=\S+ )?(srun|sbatch|mpirun|mpiexec|kubectl|torchrun --nnodes) ",
@@ -158,7 +169,8 @@ class Typed:
     page: str
     line: int
     command: str
-    """Without the comment at its end; ``python block`` for a block of Python."""
+    """Without the comment at its end. For a block of Python: ``python block``, and ``python lines`` if it imports
+    nothing."""
     program: str = ""
     """The lines of a block of Python."""
 
@@ -176,7 +188,9 @@ def typed(page: str) -> Iterator[list[Typed]]:
     path = ROOT / page
     for block in [example_block(path)] if page in EXAMPLES else blocks(path.read_text("utf-8")):
         if block.language == "python":
-            yield [Typed(page, block.line, "python block", "\n".join(block.lines))]
+            program = "\n".join(block.lines)
+            whole = re.search(r"^(import|from) ", program, re.MULTILINE)
+            yield [Typed(page, block.line, "python block" if whole else "python lines", program)]
         elif block.language in SHELL:
             yield list(_commands(page, block))
 
@@ -274,7 +288,7 @@ def test_failing_commands_are_reported(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```sh\ncd examples      # here\ntest -f custom_model.py\ncat /dev/zero >/dev/null &\nls nothing\n```\n"
-        "```sh\ntest -f custom_model.py\nexit 7\n```\n```python\nopen('nothing')\n```\n"
+        "```sh\ntest -f custom_model.py\nexit 7\n```\n```python\nimport os\nopen('nothing')\n```\n"
     )
     with page_session(tmp_path) as session:
         found = failures(session, str(page), whole=True)

@@ -222,7 +222,7 @@ def test_a_model_that_does_not_fit_its_data_is_a_user_error() -> None:
         (("mnist", "--memory", "lots"), "--memory: "),
         (("mnist", "--resume"), "--resume: it needs --out"),
         (("--resume", "--out", "nowhere"), "is not a run's config"),
-        (("mnist", "--set", "speed=9"), "speed: no such setting; there are"),
+        (("mnist", "--set", "speed=9"), "speed: no such setting; do you mean seed? There are"),
         (("mnist", "-n", 3, "-s", "hybrid:replicas=2"), "devices: 3 cannot be 2 equal replicas"),
         (("nothing.py:job",), "nothing.py is not a file"),
         (("mnist", "-n", 2, "--memory", "1MiB"), "needs 3.3 MiB and has 1 MiB"),
