@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 import hoop
 from hoop.cli.commands import command_line
+from hoop.engine.settings import Settings
 from hoop.errors import InvalidArgument
-from hoop.runs.training import check_restarts
+from hoop.launch.rank_processes import RunConfig
+from hoop.runs.training import Launch, Training, check_restarts
 
 JOB = "nothing.py:job"
 """Not there: an error that does not name it comes before the job is loaded."""
@@ -73,3 +75,14 @@ def test_a_wrong_number_is_named(value: Any) -> None:
 def test_devices_of_this_machine_may_have_restarts() -> None:
     for given in (None, 0, 5):
         check_restarts(given, None)
+
+
+def test_without_checkpoints_there_is_nothing_to_restart_from() -> None:
+    launch = Launch(settings=Settings(), devices=1, max_restarts=2)
+    with pytest.raises(InvalidArgument, match=r"max_restarts \(--max-restarts\): 2 .* with out \(--out\)"):
+        Training(launch)
+
+
+def test_hoop_run_refuses_restarts_that_no_process_would_wait_for() -> None:
+    with pytest.raises(InvalidArgument, match=r"--max-restarts: 2 has no effect without --min-np"):
+        RunConfig(("train.py",), 2, {}, max_restarts=2)

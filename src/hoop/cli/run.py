@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """What follows SCRIPT belongs to it, options too."""
 ELASTIC_PANEL = "Elastic (a script that uses hoop.elastic or hvd.elastic)"
+MAX_RESTARTS = 3
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 SHOWN_LINES = 10
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -67,11 +68,15 @@ def run(
         typer.Option(metavar="N", help="Never more processes than this.", rich_help_panel=ELASTIC_PANEL),
     ] = None,
     max_restarts: Annotated[
-        int,
+        int | None,
         typer.Option(
-            metavar="N", min=0, help="How many failed ranks are started again.", rich_help_panel=ELASTIC_PANEL
+            metavar="N",
+            min=0,
+            help="How many failed ranks are started again.",
+            rich_help_panel=ELASTIC_PANEL,
+            show_default="3",
         ),
-    ] = 3,
+    ] = None,
     elastic_timeout: Annotated[
         float,
         typer.Option(
@@ -97,6 +102,8 @@ def run(
     size = _count(devices, hosts, max_np)
     variables = {"HOOP_START_TIMEOUT": f"{start_timeout:g}", "HOOP_ELASTIC_TIMEOUT": f"{elastic_timeout:g}"}
     command = program_command(script, arguments or [])
+    if max_restarts is None:
+        max_restarts = 0 if min_np is None else MAX_RESTARTS
     config = RunConfig(command, size, variables, min_np, max_restarts, grace, output_filename)
     if network_interface is not None:
         echo(f"--network-interface {network_interface}: not used, all ranks are on this machine", err=True)

@@ -103,6 +103,11 @@ class RunConfig:
             raise InvalidArgument(f"--min-np: {self.min_size} is not in 1..{self.size} (--devices)")
         if self.max_restarts < 0:
             raise InvalidArgument(f"--max-restarts: {self.max_restarts} is negative")
+        if self.max_restarts and self.min_size is None:
+            raise InvalidArgument(
+                f"--max-restarts: {self.max_restarts} has no effect without --min-np, the number of processes with "
+                "which the others go on meanwhile"
+            )
 
 
 @dataclass

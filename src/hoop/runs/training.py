@@ -142,6 +142,11 @@ class Training:
             if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
         check_restarts(launch.max_restarts, launch.coordinator or launch.placement or launch.ray)
+        if launch.max_restarts and launch.out is None:
+            raise InvalidArgument(
+                f"max_restarts (--max-restarts): {launch.max_restarts} has no effect without checkpoints, from which "
+                "devices start again; name a folder with out (--out)"
+            )
         if launch.devices is None and launch.coordinator is None and launch.ray is None:
             launch = replace(launch, devices=default_device_count(launch.settings).devices)
         if warning := check_range(launch.devices, launch.settings):
