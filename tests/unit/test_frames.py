@@ -60,7 +60,7 @@ def test_pack_and_unpack_round_trip(header: FrameHeader) -> None:
 def test_packed_bytes_match_the_documented_layout() -> None:
     packed = DATA.pack()
     assert packed[:-4].hex(" ", 4) == (
-        "484f4f50 02020000 07000000 00000000 03000000 02000000 29000000 00000000 00001000 00000000 efbeadde "
+        "484f4f50 03020000 07000000 00000000 03000000 02000000 29000000 00000000 00001000 00000000 efbeadde "
         "efcdab89 67452301"
     )
     assert packed == with_checksum(packed[:-4])

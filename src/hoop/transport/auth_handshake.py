@@ -81,8 +81,10 @@ class Greeting:
         return b""
 
     def _begin(self, hello: FrameHeader) -> bytes:
-        if hello.kind not in (FrameKind.HELLO, FrameKind.ASK, FrameKind.MISMATCH):
+        if hello.kind not in (FrameKind.HELLO, FrameKind.LANE, FrameKind.ASK, FrameKind.MISMATCH):
             raise LinkCorrupted("the first frame on a link must be HELLO")
+        if bool(hello.lane) != (hello.kind == FrameKind.LANE):
+            raise LinkCorrupted(f"a first frame of kind {hello.kind} for lane {hello.lane}")
         if hello.length not in (0, NONCE_BYTES):
             raise LinkCorrupted(f"a HELLO of {hello.length} bytes")
         if bool(self.key) != bool(hello.length):
@@ -96,6 +98,28 @@ class Greeting:
         else:
             self.hello = hello
         return b""
+
+
+def greet(
+    sock: socket.socket,
+    hello: FrameHeader,
+    key: bytes,
+    wakeup: socket.socket,
+    deadline: float,
+    stop: Callable[[], bool],
+) -> None:
+    """The dialling end: sends the first frame of a connection, and authenticates both ends if there is a key.
+
+    Closes the socket on failure, and raises what ``authenticate`` raises.
+    """
+    if key:
+        authenticate(sock, hello, key, wakeup, deadline, stop)
+        return
+    try:
+        sock.sendmsg([memoryview(hello.pack())])  # small enough that a new socket accepts it at once
+    except BaseException:
+        sock.close()
+        raise
 
 
 def authenticate(

@@ -24,7 +24,7 @@ from math import inf
 
 from hoop.errors import CollectiveMismatch, HoopError, LinkCorrupted
 from hoop.topology import Address
-from hoop.transport.auth_handshake import authenticate, read_exactly
+from hoop.transport.auth_handshake import greet, read_exactly
 from hoop.transport.call_check import Call, length_mismatch_error, mismatch_error, operations_ahead
 from hoop.transport.tcp_link import connect
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
@@ -202,10 +202,7 @@ class CallCheck:
         """A connection of its own to a peer's listener, with a first frame of this kind sent."""
         hello = FrameHeader(kind, self._communicator, self._generation, self._rank, sequence=peer, length=0)
         sock = connect(self._peers[peer], self._wakeup, until, _never)
-        if self._key:
-            authenticate(sock, hello, self._key, self._wakeup, until, _never)
-        else:
-            sock.sendmsg([memoryview(hello.pack())])
+        greet(sock, hello, self._key, self._wakeup, until, _never)
         return contextlib.closing(sock)
 
     # ---- from the listener's thread

@@ -6,10 +6,12 @@ A link carries frames one way, from the rank that dialled it:
     outgoing[p] ── HELLO, DATA, DATA … ──▶   incoming[r]        (1) dialled on the first send
     incoming[p] ◀── HELLO, DATA, DATA … ──   outgoing[r]        (2) attached when p dials
 
-A large message is sent and received in pieces, so that both directions flow at the same time.
+A large message is sent and received in pieces, so that both directions flow at the same time. Parts of it may travel
+over lanes, additional sockets of the link with threads of their own (``tcp_lanes``).
 
-All sockets are non-blocking, and ``_poll`` is the only place that sleeps. It polls the links that the rank waits for,
-every link with unsent bytes, and a wakeup socket. ``wake``, ``abort``, ``close`` and a new incoming link write to that.
+The sockets of links are non-blocking, and ``_poll`` is the only place that sleeps. It polls the links that the rank
+waits for, every link with unsent bytes, and a wakeup socket. ``wake``, ``abort``, ``close``, a new incoming link and
+the threads of lanes write to that.
 
 With checksums, a frame that arrives damaged is sent again:
 
@@ -39,11 +41,12 @@ from math import inf
 
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
-from hoop.transport.auth_handshake import authenticate
+from hoop.transport.auth_handshake import greet
 from hoop.transport.base import Endpoint, LinkStats, PendingBuffers, PendingSend, remaining
 from hoop.transport.call_check import Call
 from hoop.transport.semaphore import spins_before_yield
 from hoop.transport.tcp_call_check import CallCheck
+from hoop.transport.tcp_lanes import EndpointCall, Lanes, StripedMessage, default_sockets
 from hoop.transport.tcp_link import (
     CHECKED_BYTES,
     GAVE_UP,
@@ -70,6 +73,10 @@ _READ_REPLIES_FROM = 8
 _REDIAL_TIMEOUT_S = 5.0
 _SPINS = 100
 """How often a rank with a core of its own polls before it sleeps; this takes about as long as waking up."""
+_LANE_POLL_S = 1.0
+"""Interval at which a rank that waits for lanes checks whether they were accepted."""
+_CLOSING_FRAME_S = 0.5
+"""How long a rank whose lane failed waits for the peer's closing frame on the link itself."""
 _DIAL_AFTER_S = 0.05
 """How long a rank waits for a peer to dial before it dials itself, to find out whether the peer is alive."""
 _AT_ONCE_BYTES = 4 << 20
@@ -113,12 +120,14 @@ class TcpEndpoint(Endpoint):
         *,
         checksum: Callable[[memoryview], int] | None,
         key: bytes,
+        sockets_per_link: int | None,
         on_damage: Callable[[str], None],
         on_close: Callable[[TcpEndpoint], None],
     ) -> None:
         """``checksum``: of a payload; None: frames carry no checksum and are not retransmitted. ``key``: both ends of a
-        link prove that they have it; empty: no authentication. ``on_damage``: called with a text for every damaged
-        frame. ``on_close``: called by ``close`` before it closes the links."""
+        link prove that they have it; empty: no authentication. ``sockets_per_link``: over how many sockets large
+        messages are sent; None: as this host's cores allow. ``on_damage``: called with a text for every damaged frame.
+        ``on_close``: called by ``close`` before it closes the links."""
         super().__init__(communicator, generation, rank, peers)
         self._checksum = checksum
         self._key = key
@@ -148,6 +157,10 @@ class TcpEndpoint(Endpoint):
         self._wakeup_writer.setblocking(False)
         same_host = [address for address in self.peers if address.host == self.peers[rank].host]
         self._spins = _SPINS if spins_before_yield(len(same_host)) else 0
+        sockets = 1 if checksum else sockets_per_link or default_sockets(len(same_host))
+        identity = FrameHeader(FrameKind.STRIPED, communicator, generation, rank, sequence=0, length=0)
+        self._lanes = Lanes(sockets, identity, self._connect, self._lost_by_lane, on_change=self._interrupt_poll)
+        self._call = EndpointCall(self._busy, self._lanes)
         self.link_stats = LinkStats(self._byte_counts)
         self.call_check = CallCheck(
             communicator, generation, rank, peers=self.peers, key=key, wakeup=self._wakeup, abort=self.abort
@@ -155,9 +168,10 @@ class TcpEndpoint(Endpoint):
 
     def _byte_counts(self, peer: int) -> tuple[int, int]:
         outgoing, incoming = self._outgoing.get(peer), self._incoming.get(peer)
+        sent, received = self._lanes.byte_counts(peer)
         return (
-            outgoing.bytes_sent if outgoing is not None else 0,
-            incoming.bytes_received if incoming is not None else 0,
+            sent + (outgoing.bytes_sent if outgoing is not None else 0),
+            received + (incoming.bytes_received if incoming is not None else 0),
         )
 
     # ---- collectives
@@ -177,7 +191,7 @@ class TcpEndpoint(Endpoint):
     # ---- sending
 
     def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
-        with self._busy:
+        with self._call:
             return self._send(peer, data, deadline)
 
     def _send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
@@ -185,8 +199,14 @@ class TcpEndpoint(Endpoint):
             raise self._error
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
-        message = self._checked_message(link, payload) if self._checksum else self._plain_message(link, payload)
-        link.queue.append(message)
+        message: PendingBuffers | StripedMessage
+        if self._lanes.wanted(peer, payload.nbytes):
+            message = self._lanes.send(peer, payload, link.sequence, self.call_check.stamp, deadline)
+            link.sequence += 1
+            link.queue.append(message.first)
+        else:
+            message = self._checked_message(link, payload) if self._checksum else self._plain_message(link, payload)
+            link.queue.append(message)
         self._push(peer, link, PIECE_BYTES if payload.nbytes > _AT_ONCE_BYTES else None)
         self.messages_sent += 1
         self.bytes_sent += payload.nbytes
@@ -236,11 +256,21 @@ class TcpEndpoint(Endpoint):
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a rank cannot send a message to itself")
         hello = FrameHeader(FrameKind.HELLO, self.communicator, self.generation, self.rank, sequence=peer, length=0)
+        sock = self._connect(peer, hello, deadline)
+        with self._lock:
+            if self._error is None:
+                self._outgoing[peer] = OutgoingLink(sock, RetransmitBuffer() if self._checksum else None)
+                return self._outgoing[peer]
+        sock.close()
+        raise self._error
+
+    def _connect(self, peer: int, hello: FrameHeader, deadline: float) -> socket.socket:
+        """A connection to a peer's listener, with its greeting sent."""
         self.link_stats.waiting_for, self.link_stats.connecting = (peer,), True
         try:
             sock = connect(self.peers[peer], self._wakeup, deadline, lambda: self._error is not None)
-            if self._key:
-                authenticate(sock, hello, self._key, self._wakeup, deadline, lambda: self._error is not None)
+            greet(sock, hello, self._key, self._wakeup, deadline, lambda: self._error is not None)
+            return sock
         except InterruptedError:
             assert self._error is not None, "only an error stops it"
             raise self._error from None
@@ -254,16 +284,6 @@ class TcpEndpoint(Endpoint):
             raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)} does not answer: {error}") from None
         finally:
             self.link_stats.waiting_for, self.link_stats.connecting = (), False
-        link = OutgoingLink(sock, RetransmitBuffer() if self._checksum else None)
-        if not self._key:
-            link.queue.append(PendingBuffers([memoryview(hello.pack())]))
-            link.bytes_sent = -HEADER_BYTES
-        with self._lock:
-            if self._error is None:
-                self._outgoing[peer] = link
-                return link
-        sock.close()
-        raise self._error
 
     def _push(self, peer: int, link: OutgoingLink, limit: int | None = None) -> None:
         try:
@@ -296,26 +316,27 @@ class TcpEndpoint(Endpoint):
     def flush(self, deadline: float) -> None:
         if self._error is not None:
             raise self._error
-        with self._busy:
+        with self._call:
             for peer in list(self._outgoing):
-                while self._outgoing[peer].queue:
+                while self._outgoing[peer].queue or self._lanes.sending(peer):
                     self._wait_for_progress(peer, None, deadline, "handing over to")
 
     # ---- receiving
 
-    def attach(self, peer: int, sock: socket.socket) -> None:  # (2)
-        """Adds a link that ``peer`` dialled; called by the listener's thread."""
+    def attach(self, peer: int, sock: socket.socket, lane: int) -> None:  # (2)
+        """Adds a link that ``peer`` dialled (``lane`` is 0), or a lane of it; called by the listener's thread."""
         with self._lock:
-            if self._error is None and peer not in self._incoming:
+            if attached := self._error is None and lane > 0:
+                attached = self._lanes.attach(peer, lane, sock)
+            elif attached := self._error is None and peer not in self._incoming:
                 self._incoming[peer] = IncomingLink(sock, self._wakeup)
-                sock = None  # type: ignore[assignment]
-        if sock is not None:
+        if not attached:
             sock.close()
         self._interrupt_poll()
 
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         payload = into.cast("B") if into.nbytes else into
-        with self._busy:
+        with self._call:
             self._receive(peer, payload, deadline)
 
     def _receive(self, peer: int, payload: memoryview, deadline: float) -> None:
@@ -372,12 +393,13 @@ class TcpEndpoint(Endpoint):
                 f"{link_name}: a frame of communicator {header.communicator}, generation {header.generation} "
                 f"came at generation {self.generation}; refused as stale"
             )
-        if header.kind not in (FrameKind.DATA, FrameKind.CHECKED, FrameKind.PART) or header.source != peer:
+        kinds = (FrameKind.DATA, FrameKind.CHECKED, FrameKind.PART, FrameKind.STRIPED)
+        if header.kind not in kinds or header.source != peer or (header.kind == FrameKind.STRIPED) != bool(header.lane):
             raise LinkCorrupted(f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place")
         if header.sequence != link.sequence:
             what = "duplicated" if header.sequence < link.sequence else "lost or reordered"
             raise LinkCorrupted(f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})")
-        if header.kind != FrameKind.DATA and header.length > CHECKED_BYTES:
+        if header.kind in (FrameKind.CHECKED, FrameKind.PART) and header.length > CHECKED_BYTES:
             raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
 
     def _check_length(self, peer: int, header: FrameHeader, expected: int, start: int) -> None:
@@ -395,9 +417,14 @@ class TcpEndpoint(Endpoint):
 
     def _receive_payload(self, peer: int, header: FrameHeader, payload: memoryview, deadline: float) -> None:
         link = self._incoming[peer]
-        if payload.nbytes:
+        if header.kind == FrameKind.STRIPED:
+            with self._lanes.receive(peer, link, header, payload) as first:
+                self._fill(peer, link, first, deadline)
+                while self._lanes.receiving:
+                    self._wait_for_lanes(peer, deadline)
+        elif payload.nbytes:
             self._fill(peer, link, payload, deadline)
-        if header.kind == FrameKind.DATA:
+        if header.kind in (FrameKind.DATA, FrameKind.STRIPED):
             link.unchecked = True
         else:
             self._verify_and_acknowledge(peer, link, header, payload)
@@ -416,6 +443,7 @@ class TcpEndpoint(Endpoint):
         while True:
             if self._error is not None:
                 raise self._error
+            self._lanes.raise_failure()
             try:
                 got = read()
             except (BlockingIOError, InterruptedError):
@@ -447,7 +475,7 @@ class TcpEndpoint(Endpoint):
     # ---- waiting
 
     def wait_readable(self, peers: Sequence[int], deadline: float) -> list[int]:
-        with self._busy:
+        with self._call:
             while True:
                 links = {peer: self._incoming.get(peer) or self._outgoing.get(peer) for peer in peers}
                 found = [peer for peer, link in links.items() if isinstance(link, IncomingLink) and link.buffered]
@@ -456,7 +484,9 @@ class TcpEndpoint(Endpoint):
                 result = self._poll_links(watched, time.monotonic() if at_once else deadline, tuple(peers))
                 broken = [peer for peer in result.broken if not self._redial_if_requested(peer)]
                 for peer in broken:
-                    self._pending.pop(peer).queue.clear()
+                    self._pending.pop(peer, None)
+                    self._outgoing[peer].queue.clear()
+                    self._lanes.drop(peer)
                 ready = [peer for peer in result.ready if not _has_only_replies(links[peer])]
                 found += [peer for peer in (*ready, *broken) if peer not in found]
                 if found or result.sent or self._woken or time.monotonic() >= deadline:
@@ -484,7 +514,7 @@ class TcpEndpoint(Endpoint):
 
     def _wait_for_bytes(self, peer: int, link: IncomingLink, deadline: float) -> None:
         """Waits until an incoming link may be readable, or a pending message made progress."""
-        if self._pending:
+        if self._pending or self._lanes.failed():
             self._wait_for_progress(peer, link.sock, deadline, "waiting for")
             return
         self.link_stats.waiting_for = (peer,)
@@ -496,6 +526,15 @@ class TcpEndpoint(Endpoint):
         finally:
             self.link_stats.waiting_for = ()
 
+    def _wait_for_lanes(self, peer: int, deadline: float) -> None:
+        """Waits until anything happened on a lane that ``peer`` sends on, or on a link with unsent bytes."""
+        result = self._poll_links({}, min(deadline, time.monotonic() + _LANE_POLL_S), (peer,))
+        for other, error in result.broken.items():
+            raise self._lost_by_lane(other, error)
+        self._lanes.raise_failure()
+        if time.monotonic() >= deadline and self._lanes.receiving:
+            raise self.deadline_exceeded(peer, "waiting for")
+
     def _wait_for_progress(self, peer: int, readable: socket.socket | None, deadline: float, action: str) -> None:
         """Waits for ``peer`` until anything happened on its link or on a link with unsent bytes.
 
@@ -506,15 +545,15 @@ class TcpEndpoint(Endpoint):
         sock = readable or (link.sock if link and peer not in self._link_announced else None)
         result = self._poll_links({sock.fileno(): peer} if sock else {}, deadline, (peer,))
         if readable is None and result.ready and link is not None:
-            frame = link.closing_frame()
+            frame, unsent = link.closing_frame(), bool(link.queue) or self._lanes.sending(peer)
             if _has_only_replies(link):
                 return
-            if frame is None or frame[0].kind != FrameKind.GOODBYE or not frame[0].sequence or link.queue:
+            if frame is None or frame[0].kind != FrameKind.GOODBYE or not frame[0].sequence or unsent:
                 raise self._lost(peer, None)
             self._link_announced.add(peer)  # it has sent messages: its own link is on the way
         for other, error in result.broken.items():
             if not self._redial_if_requested(other):
-                raise self._lost(other, error) from None
+                raise self._lost_by_lane(other, error) from None
         if not result.happened:
             if time.monotonic() >= deadline:
                 raise self.deadline_exceeded(peer, action)
@@ -539,12 +578,13 @@ class TcpEndpoint(Endpoint):
         for descriptor in watched.keys() | unsent.keys():
             reads, writes = descriptor in watched, descriptor in unsent
             poll.register(descriptor, select.POLLIN * reads | select.POLLOUT * writes)
-        result = _PollResult()
+        result = _PollResult(broken=self._lanes.failed())
         self.link_stats.waiting_for = peers
         try:
-            happened = self._poll(poll, deadline)
+            happened = self._poll(poll, time.monotonic() if result.broken else deadline)
         finally:
             self.link_stats.waiting_for = ()
+        result.sent = self._lanes.take_sent()
         for descriptor, events in happened:
             result.happened = True
             if descriptor in watched and events & ~select.POLLOUT:
@@ -686,8 +726,15 @@ class TcpEndpoint(Endpoint):
         where = f"communicator {self.communicator}, generation {self.generation}"
         return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{reason} ({where})")
 
+    def _lost_by_lane(self, peer: int, error: OSError | None) -> HoopError:
+        """``_lost``, where the closing frame may come a little later: it travels over another connection."""
+        if (link := self._outgoing.get(peer)) is not None:
+            link.wait_for_reply(_CLOSING_FRAME_S)
+        return self._lost(peer, error)
+
     def abort(self, error: HoopError) -> None:
         self._error = self._error or error
+        self._lanes.stop()
         self._interrupt_poll()
 
     def close(self) -> None:
@@ -720,6 +767,7 @@ class TcpEndpoint(Endpoint):
             self._abandoned.clear()
         for sock in socks:
             sock.close()
+        self._lanes.close()
         self._wakeup_writer.close()
         self._wakeup.close()
 

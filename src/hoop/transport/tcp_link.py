@@ -173,6 +173,12 @@ class OutgoingLink:
         self.read_replies()
         return self._closing_frame
 
+    def wait_for_reply(self, timeout: float) -> None:
+        """Waits until the peer has sent something back, or closed the connection."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        poll.poll(timeout * 1000)
+
     @property
     def closed_by_peer(self) -> bool:
         """Whether the peer has closed the connection, or sent its closing frame."""
@@ -233,10 +239,7 @@ class IncomingLink:
     @property
     def bytes_received(self) -> int:
         """Bytes that have arrived, including those still unread in the socket."""
-        unread = array("i", [0])
-        with contextlib.suppress(OSError, ValueError):  # another thread may close the socket
-            fcntl.ioctl(self.sock, termios.FIONREAD, unread)
-        return self.bytes_read + unread[0]
+        return self.bytes_read + unread_bytes(self.sock)
 
     def read_ahead(self) -> int:
         """Reads the available bytes, up to a limit; returns how many, 0 at the end of the link."""
@@ -253,6 +256,14 @@ class IncomingLink:
         taken = self._buffer[self._start : min(self._start + limit, self._stop)]
         self._start += taken.nbytes
         return taken
+
+
+def unread_bytes(sock: socket.socket) -> int:
+    """Bytes that have arrived at a socket and were not read yet."""
+    unread = array("i", [0])
+    with contextlib.suppress(OSError, ValueError):  # another thread may close the socket
+        fcntl.ioctl(sock, termios.FIONREAD, unread)
+    return unread[0]
 
 
 def closing_frame(kind: FrameKind, text: str, messages: int = 0) -> bytes:

@@ -2,7 +2,8 @@
 
 A new connection sends a HELLO that names the dialling rank, the communicator and the generation. The listener's thread
 attaches it to that endpoint. The endpoint may not exist yet, because a peer's launch came first: then the connection
-waits in the list of pending connections. The listener refuses a superseded generation with a text. The number of
+waits in the list of pending connections. A connection that becomes a lane of a link (``tcp_lanes``) sends LANE instead,
+and is handled in the same way. The listener refuses a superseded generation with a text. The number of
 pending connections and the time to send a HELLO are limited, so that no client can exhaust this process.
 """
 
@@ -26,6 +27,7 @@ from hoop.transport.auth_handshake import Greeting
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.tcp_call_check import MismatchFrame, no_collective_answer
 from hoop.transport.tcp_endpoint import REPLY_POLL_S, TcpEndpoint
+from hoop.transport.tcp_lanes import sockets_of_environment
 from hoop.transport.tcp_link import HELLO_DAMAGED, closing_frame
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
@@ -82,6 +84,7 @@ class TcpTransport(Transport):
     def __init__(self, address: Address, checksums: bool = False, key: bytes = b"") -> None:
         """``checksums``: every frame carries a CRC-32C, and damaged frames are sent again (``tcp_endpoint``).
         ``key``: both ends of a link prove that they have it; empty: no authentication."""
+        self._sockets_per_link = sockets_of_environment()
         self.key = key
         self.checksum: Callable[[memoryview], int] | None = crc32c if checksums else None
         self.on_damage: Callable[[str], None] = lambda _: None
@@ -132,6 +135,7 @@ class TcpTransport(Transport):
                 peers,
                 checksum=self.checksum,
                 key=self.key,
+                sockets_per_link=self._sockets_per_link,
                 on_damage=lambda text: self.on_damage(text),
                 on_close=self._forget,
             )
@@ -246,7 +250,7 @@ class TcpTransport(Transport):
         if not data:
             connection.sock.close()
             return True
-        if connection.hello is not None and connection.hello.kind == FrameKind.HELLO:
+        if connection.hello is not None and connection.hello.kind in (FrameKind.HELLO, FrameKind.LANE):
             self._route(connection)
         else:
             self._answer(connection)
@@ -308,7 +312,7 @@ class TcpTransport(Transport):
             self._refuse(connection, f"rank {hello.source} is not in communicator {hello.communicator}")
             return
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        endpoint.attach(hello.source, connection.sock)
+        endpoint.attach(hello.source, connection.sock, hello.lane)
 
     def _refuse(
         self, connection: _PendingConnection, reason: str, kind: FrameKind = FrameKind.REFUSAL, messages: int = 0

@@ -1,12 +1,13 @@
 """The frames of the data plane: a fixed header, then the payload.
 
-    magic  version kind flags  communicator generation source sequence length payload-crc call header-crc
+    magic  version kind lane   communicator generation source sequence length payload-crc call header-crc
     4s     u8      u8   u16    u64          u32        u32    u64      u64    u32         u64  u32
 
 A link carries frames in one direction, from the rank that dialled it. Every frame holds its communicator, generation,
 source rank and sequence number, so the receiver detects a stale, duplicated, lost or reordered frame instead of summing
 it. ``call`` is the stamp of the collective that a message belongs to (transport/call_check.py), 0 outside collectives.
-The header has its own checksum, which is verified before the length is used.
+``lane`` is 0 but for the frames of lanes, the additional sockets of a link (transport/tcp_lanes.py). The header has its
+own checksum, which is verified before the length is used.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _LAYOUT = struct.Struct("<4sBBHQIIQQIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _LAYOUT.size + _CRC.size
 MAGIC = b"HOOP"
-VERSION = 2
+VERSION = 3
 MAX_PAYLOAD = 1 << 40
+MAX_LANES = 15
+"""Most lanes of a link, beside its own socket."""
 
 
 class FrameKind(IntEnum):
@@ -53,6 +56,13 @@ class FrameKind(IntEnum):
     """Answer to ASK: the ranks called different collectives; the payload describes them. As the first frame of a
     connection, like HELLO: the sender has detected a mismatch; a frame of the same kind follows with the payload, and
     one comes back. On a link: sent instead of GOODBYE by an endpoint that closes because of a mismatch."""
+    LANE = 13
+    """Like HELLO, on a connection that becomes lane ``lane`` of the link between the same two ranks."""
+    STRIPED = 14
+    """Like DATA, but only the first part of the payload follows on the link, the others on its lanes 1 to ``lane``;
+    ``length`` is that of the whole message."""
+    STRIPE = 15
+    """The part of a STRIPED message on lane ``lane``; ``length`` is that of the part, the rest as in its message."""
     CHALLENGE = 16
     """Answer to HELLO on an authenticated link: random bytes, and the proof of the dialled end."""
 
@@ -66,9 +76,10 @@ def pack_header(
     length: int,
     checksum: int = 0,
     call: int = 0,
+    lane: int = 0,
 ) -> bytes:
     """Encode a header without making a FrameHeader: the object costs more than the encoding."""
-    head = _LAYOUT.pack(MAGIC, VERSION, kind, 0, communicator, generation, source, sequence, length, checksum, call)
+    head = _LAYOUT.pack(MAGIC, VERSION, kind, lane, communicator, generation, source, sequence, length, checksum, call)
     return head + _CRC.pack(zlib.crc32(head))
 
 
@@ -84,6 +95,7 @@ class FrameHeader:
     length: int
     checksum: int = 0
     call: int = 0
+    lane: int = 0
 
     def pack(self) -> bytes:
         return pack_header(
@@ -95,6 +107,7 @@ class FrameHeader:
             self.length,
             self.checksum,
             self.call,
+            self.lane,
         )
 
     @classmethod
@@ -107,12 +120,14 @@ class FrameHeader:
         if zlib.crc32(head) != crc:
             raise LinkCorrupted("a frame header's checksum does not hold")
         check_start(head)
-        _, _, kind, _, communicator, generation, source, sequence, length, checksum, call = _LAYOUT.unpack(head)
+        _, _, kind, lane, communicator, generation, source, sequence, length, checksum, call = _LAYOUT.unpack(head)
         if kind not in FrameKind.__members__.values():
             raise LinkCorrupted(f"unknown frame kind {kind}")
         if length > MAX_PAYLOAD:
             raise LinkCorrupted(f"a frame of {length} bytes, over the limit of {MAX_PAYLOAD}")
-        return cls(kind, communicator, generation, source, sequence, length, checksum, call)
+        if lane > MAX_LANES:
+            raise LinkCorrupted(f"a frame of lane {lane}, over the limit of {MAX_LANES}")
+        return cls(kind, communicator, generation, source, sequence, length, checksum, call, lane)
 
 
 def check_start(head: bytes | bytearray) -> None:
