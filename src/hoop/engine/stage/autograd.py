@@ -281,6 +281,11 @@ class AutogradStage(Stage):
         self._saved: dict[int, tuple[list[Tensor], list[Tensor], int]] = {}
         self._pending_weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a micro-batch has gone forward and not all of its way backward."""
+        return bool(self._saved or self._pending_weights)
+
     def _run(self, segment: int, inputs: Tensor, seed: int) -> Tensor:
         first = self._first_block + sum(map(len, self._segments[:segment]))
         autocast, on_cpu = self._precision is not None, self._device.type == "cpu"

@@ -146,8 +146,14 @@ class CudaGraphStage(Stage):
     # ---- capture
 
     def _acquire_lane(self, inputs: Tensor) -> _GraphLane | None:
-        """Return a free lane or capture a new one; None if this micro-batch is computed without a graph."""
+        """Return a free lane or capture a new one; None if this micro-batch is computed without a graph.
+
+        Nothing is captured while micro-batches are in flight that are computed without a graph, such as shorter ones:
+        their autograd graphs bind the parameters to the default stream, and PyTorch would wait for it in the capture.
+        """
         if len(inputs) != self._rows or not self._accelerator.usual_kernels:
+            return None
+        if self._inner.in_flight and not self._free_lanes:
             return None
         if self._can_capture is None:
             self._can_capture = self._warm_up(inputs)
