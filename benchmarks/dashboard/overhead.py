@@ -5,7 +5,8 @@
 
 Each turn trains ``hoop train mnist --devices 2`` as often as there are kinds: without a dashboard, with one that no
 browser has opened, and with one that headless Chromium shows. A run's figure is the median time of its steps. The
-browser runs on the same machine, and takes processor time there that a user's own machine would give.
+browser runs on the same machine, and takes processor time there that a user's own machine would give: with
+``--browser-nice 19`` little that the devices need.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ RUN_S = 1800.0
 
 
 @contextlib.contextmanager
-def browser(url: str) -> Iterator[None]:
-    """Headless Chromium that shows the page."""
+def browser(url: str, niceness: int) -> Iterator[None]:
+    """Headless Chromium that shows the page, with this niceness."""
     chromium = shutil.which("chromium")
     assert chromium is not None, "checked at the start"
     with tempfile.TemporaryDirectory(prefix="hoop-chromium-") as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
         options += ["--remote-debugging-port=0", "--window-size=1280,900"]  # with a port it stays open
-        process = subprocess.Popen([chromium, *options, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = ["nice", "-n", str(niceness), chromium, *options, url]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield
         finally:
@@ -68,7 +70,7 @@ def train(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         for line in process.stderr:
             errors.append(line)
             if kind == "open" and (found := re.match(r"dashboard (\S+)", line)):
-                opened.enter_context(browser(found[1]))
+                opened.enter_context(browser(found[1], options.browser_nice))
 
     reader = threading.Thread(target=read_errors)
     reader.start()
@@ -90,6 +92,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument(
+        "--browser-nice", type=int, default=0, help="niceness of Chromium; 19: it takes what the devices leave"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if shutil.which("chromium") is None:
@@ -116,7 +121,13 @@ def main() -> None:
         }
         for kind in KINDS
     ]
-    about = {"turns": options.turns, "epochs": options.epochs, "cores": os.cpu_count(), "machine": platform.machine()}
+    about = {
+        "turns": options.turns,
+        "epochs": options.epochs,
+        "browser_nice": options.browser_nice,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+    }
     if options.json:
         print(json.dumps({**about, "load": os.getloadavg(), "same_weights": len(hashes) == 1, "rows": rows}))
         return

@@ -86,6 +86,7 @@ def test_a_host_that_is_cut_off_and_comes_back_changes_nothing(tmp_path: Path, h
 # ---- IPv6, and hosts with several interfaces
 
 
+@pytest.mark.slow
 def test_hosts_train_over_ipv6(tmp_path: Path) -> None:
     with host_cluster(len(HOSTS), tmp_path, ipv6=True) as cluster:
         lines = cluster.add_devices([2, 2, 3])

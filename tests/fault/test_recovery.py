@@ -135,7 +135,7 @@ def test_losing_devices_does_not_change_the_weights(
 @pytest.mark.parametrize(
     ("strategy", "devices", "victims", "replicas"),
     [
-        pytest.param("pipeline", 3, [2, 3], 2, id="a stage's device and its first holder"),
+        pytest.param("pipeline", 3, [2, 3], 2, id="a stage's device and its first holder", marks=pytest.mark.slow),
         pytest.param("hybrid:replicas=2", 4, [1, 3], 2, id="both devices of a hybrid's stage", marks=pytest.mark.slow),
         pytest.param("pipeline", 3, [2, 3], 1, id="with one replica the run ends", marks=pytest.mark.slow),
     ],

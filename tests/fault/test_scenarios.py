@@ -279,6 +279,7 @@ def check(found: dict[str, object], runs: int) -> None:
         assert one["leftovers"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_disturbed_runs_end_with_the_same_weights(tmp_path: Path) -> None:
     """The short mode: a fault of one process, and of two at once."""

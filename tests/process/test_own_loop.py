@@ -145,6 +145,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     assert "holds a run; go on with it by resume=True, or name another" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_device_leaves_without_a_loss(tmp_path: Path) -> None:
     alone = printed(write_loop(tmp_path, epochs=40))
     script = write_loop(

@@ -165,6 +165,7 @@ def test_a_run_is_a_trace_of_opentelemetry(tmp_path: Path) -> None:
     assert failed["status"]["description"] == found["raised"] != ""
 
 
+@pytest.mark.slow
 def test_the_surroundings_of_a_program_do_not_change_the_weights() -> None:
     found = shown(SURROUNDINGS)
     assert found["thread"] == found["loop"] == found["again"] == found["alone"]

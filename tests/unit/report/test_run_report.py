@@ -124,6 +124,7 @@ def test_texts_of_a_hostile_run_are_text(tmp_path: Path) -> None:
     assert_offline(page)
 
 
+@pytest.mark.slow_if(when=lambda params: params["content"] in (b"[[[", b'{"a":\xff}\n', b'{"step":"x"}\n'))
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "events.jsonl", "result.json", "trace.json"])
 @pytest.mark.parametrize("content", [None, b"", b"[[[", b'{"a":\xff}\n', b"[1]\n", b'{"step":"x"}\n'])
 def test_a_missing_or_damaged_file_costs_only_its_section(tmp_path: Path, name: str, content: bytes | None) -> None:
