@@ -195,18 +195,25 @@ class OpenTelemetryLogger(Callback):
         self._span: Any = None
         """Of the run; None before it starts and after it ends."""
 
-    def on_start(self, run: RunControl, steps: int, parameters: int) -> None:
+    def _start(self, run: RunControl, started: ev.Started, time: float) -> None:
+        """Starts the span of the run at the time of the event, which comes here later."""
         if self._span is not None:  # the devices were started again
             self._end()
         settings = {f"hoop.{name}": value for name, value in run.settings.items() if isinstance(value, _PLAIN)}
         self._span = self._tracer.start_span(
-            "hoop.train", attributes={**settings, "hoop.steps": steps, "hoop.parameters": parameters}
+            "hoop.train",
+            attributes={**settings, "hoop.steps": started.steps, "hoop.parameters": started.parameters},
+            start_time=_nanoseconds(time),
         )
 
     def on_event(self, run: RunControl, event: Mapping[str, Any]) -> None:
-        if self._span is None or event["kind"] not in ev.KINDS:
+        if event["kind"] not in ev.KINDS:
             return
         observed = Observed.from_fields(event)
+        if isinstance(observed.event, ev.Started):
+            self._start(run, observed.event, observed.time)
+        if self._span is None:
+            return
         found: dict[str, Any]
         match observed.event:
             case ev.Steps() as steps:
