@@ -160,7 +160,8 @@ class TcpEndpoint(Endpoint):
         sockets = 1 if checksum else sockets_per_link or default_sockets(len(same_host))
         identity = FrameHeader(FrameKind.STRIPED, communicator, generation, rank, sequence=0, length=0)
         self._lanes = Lanes(sockets, identity, self._connect, self._lost_by_lane, on_change=self._interrupt_poll)
-        self._call = EndpointCall(self._busy, self._lanes)
+        # With one socket there is no lane to pause, and a plain lock takes less time.
+        self._call = EndpointCall(self._busy, self._lanes) if sockets > 1 else self._busy
         self.link_stats = LinkStats(self._byte_counts)
         self.call_check = CallCheck(
             communicator, generation, rank, peers=self.peers, key=key, wakeup=self._wakeup, abort=self.abort

@@ -177,6 +177,8 @@ class Lanes:
 
     def failed(self) -> dict[int, OSError]:
         """Peers to which a lane can send no more."""
+        if not self._outgoing:
+            return {}
         found = ((peer, lane.error) for peer, lanes in self._outgoing.items() for lane in lanes)
         return {peer: error for peer, error in found if error is not None}
 
