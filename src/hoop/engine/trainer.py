@@ -50,10 +50,11 @@ from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.custom import CustomRole
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
-from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu, pin_threads
+from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import MOVE, STOP, StateVectors
 from hoop.engine.step_schedule import StepSchedule
+from hoop.engine.thread_pinning import pin_threads
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerError, PeerLost, UserError
 from hoop.job_events import Emit
 from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
