@@ -75,7 +75,7 @@ def dashboard(
     except ModuleNotFoundError as error:
         raise FailedPrecondition(f"hoop dashboard needs {error.name}: pip install 'hoop[dashboard]'") from None
 
-    if leave_with_stdin:
+    if leave_with_stdin:  # a run or ``hoop up`` started it, on the machine of the devices
         os.nice(NICENESS)
     address = Addresses.parse(coordinator, "--coordinator")
     credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)

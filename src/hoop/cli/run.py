@@ -23,6 +23,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """What follows SCRIPT belongs to it, options too."""
 ELASTIC_PANEL = "Elastic (a script that uses hoop.elastic or hvd.elastic)"
 MAX_RESTARTS = 3
+"""How many failed ranks are started again, if the user states no number."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 SHOWN_LINES = 10
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
