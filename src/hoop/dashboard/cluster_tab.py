@@ -12,13 +12,18 @@ from bokeh.models import FactorRange, HoverTool, LayoutDOM
 
 from hoop.dashboard.palette import CYCLE, GREY, RED, SHARE_COLOURS, STATE_COLOURS, STATE_SHAPES
 from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, plural, set_text, table, text_block
+from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceView
 
 MAX_MEMORY_BARS = 64
 """Devices whose memory is drawn; the table has all."""
 MAX_DRAWN_LINKS = 256
 MAX_LISTED_LINKS = 1000
+_AT_DEVICE = ("work", "memory", "time", "sends", "reason")
+"""What is shown of a device only when the pointer is there."""
 CIRCLES = "The circle around a device is its time: computing blue, communicating orange, idle grey."
+DRAWN_SHARE = 0.05
+"""Shares of time are drawn in steps of this size: the ring is not drawn again for smaller changes."""
 MAX_NAMED = 48
 """With more devices on the ring their numbers would overlap; the pointer and the table tell them."""
 
@@ -70,7 +75,7 @@ def share_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
             continue
         start = math.pi / 2
         for what, share in zip(("computing", "communicating", "idle"), shares, strict=True):
-            end = start - 2 * math.pi * min(1.0, share)
+            end = start - 2 * math.pi * min(1.0, round(share / DRAWN_SHARE) * DRAWN_SHARE)
             rows.append(
                 {
                     "x": x,
@@ -229,19 +234,23 @@ def summary(view: ClusterView) -> str:
 class ClusterTab:
     """The tab of one browser."""
 
-    def __init__(self) -> None:
+    def __init__(self, updates: PageUpdates) -> None:
         self._head = text_block("cluster-text")
         self._devices = Source(
             "ring",
             *("x", "y", "label_x", "label_y", "device", "host", "state", "colour", "host_colour", "shape", "size"),
-            *("label", "work", "memory", "time", "sends", "reason"),
+            *("label", *_AT_DEVICE),
+            updates=updates,
+            at_pointer=_AT_DEVICE,
         )
-        self._shares = Source("shares", "x", "y", "inner", "outer", "start", "end", "colour", "what", "share")
-        self._links = Source("links", "x0", "y0", "x1", "y1", "colour", "name", "carries", "width")
-        self._traffic = Source("traffic", "from", "to", "rate", "way")
+        wedges = ("x", "y", "inner", "outer", "start", "end", "colour", "what", "share")
+        self._shares = Source("shares", *wedges, updates=updates, at_pointer=("share",))
+        lines = ("x0", "y0", "x1", "y1", "colour", "name", "carries", "width")
+        self._links = Source("links", *lines, updates=updates, at_pointer=("carries",))
+        self._traffic = Source("traffic", "from", "to", "rate", "way", updates=updates)
         self._memory = Source("memory", "device", "left", "right", "name", "bytes", "colour")
         listed = ("device", "state", "host", "work", "busy", "sends", "memory", "address", "reason")
-        self._list = Source("devices", *listed)
+        self._list = Source("devices", *listed, updates=updates)
         self._communicators = Source("communicators", "id", "generation", "devices", "status", "reason")
         self._bars = FactorRange()
         self._memory_chart = self._draw_memory()

@@ -1,8 +1,7 @@
 """The page of one browser: a headline, buttons for the tabs, and the tab that is shown.
 
 Twice a second the page takes the feed's newest view and sends what has changed in the tab that is shown. It does not
-send more while the browser has not acknowledged the last ``MAX_UNACKNOWLEDGED`` updates: a browser that is slow, asleep
-or gone makes no queue grow.
+send more while the browser has not applied the last ones: a browser that is slow, asleep or gone makes no queue grow.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bokeh.document import Document
-from bokeh.events import DocumentReady
 from bokeh.layouts import column, row
-from bokeh.models import Button, ColumnDataSource, CustomJS, LayoutDOM, Toggle
+from bokeh.models import Button, CustomJS, LayoutDOM, Toggle
 from bokeh.themes import Theme as BokehTheme
 
 from hoop.dashboard.action_bar import ActionBar
@@ -29,10 +27,10 @@ from hoop.dashboard.simulator import Simulator
 from hoop.dashboard.simulator_tab import SimulatorTab
 from hoop.dashboard.timeline_tab import TimelineTab
 from hoop.dashboard.tracer import Tracer
+from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView
 
 UPDATE_MS = 500
-MAX_UNACKNOWLEDGED = 4
 
 ReadView = Callable[[], ClusterView]
 
@@ -114,10 +112,11 @@ class Page:
         """``tools``: the page has what they serve. ``actions``: it has buttons for them; None: it only shows."""
         self._document, self._read_view = document, read_view
         self._actions = ActionBar(actions) if actions is not None else None
+        self._updates = PageUpdates()
         tools = tools or PageTools()
         self._tabs: dict[str, Tab] = {
-            "Cluster": ClusterTab(),
-            "Job": JobTab(),
+            "Cluster": ClusterTab(self._updates),
+            "Job": JobTab(self._updates),
             "Timeline": TimelineTab(tools.tracer),
             "Events": EventsTab(),
             "Plan": PlanTab(),
@@ -128,9 +127,6 @@ class Page:
         self._head = text_block("headline")
         self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._tabs}
         self._dark = Toggle(label="Dark", width=70, name="dark")
-        # Their tags are numbers of updates. A source has no view: a change makes the browser draw nothing.
-        self._sent = ColumnDataSource(name="sent", tags=[0])
-        self._acknowledged = ColumnDataSource(name="acknowledged", tags=[0])
         self._compose()
 
     def _compose(self) -> None:
@@ -140,14 +136,7 @@ class Page:
         self._dark.js_on_change(
             "active", CustomJS(code="document.documentElement.classList.toggle('dark', this.active)")
         )
-        # The browser runs this after it has applied an update, and when it has the page: the page contains the updates
-        # that were made before, which it does not apply.
-        acknowledge = CustomJS(
-            args={"sent": self._sent, "acknowledged": self._acknowledged}, code="acknowledged.tags = [...sent.tags]"
-        )
-        self._sent.js_on_change("tags", acknowledge)
-        self._document.js_on_event(DocumentReady, acknowledge)
-        self._head.tags = [self._sent]  # so that it is a part of the document
+        self._updates.attach(self._document, self._head)
         buttons = row(*self._buttons.values(), self._dark, styles={"flex-wrap": "wrap"})
         tabs = [tab.layout for tab in self._tabs.values()]
         view = self._read_view()
@@ -168,22 +157,14 @@ class Page:
 
     def update(self) -> None:
         """Sends what has changed, unless the browser is behind."""
-        (sent,) = self._sent.tags
-        if sent - self._last_acknowledged() >= MAX_UNACKNOWLEDGED:
+        if self._updates.behind:
             return
         view = self._read_view()
         self._tabs[self._shown].update(view)
         self._show_headline(view)
         if self._actions is not None:
             self._actions.update(view)
-        self._sent.tags = [sent + 1]
-
-    def _last_acknowledged(self) -> int:
-        """The number of the last update that the browser has applied; 0 if it sent anything but a number."""
-        match self._acknowledged.tags:
-            case [int(number)]:
-                return number
-        return 0
+        self._updates.send()
 
     def _choose(self, name: str) -> None:
         """Shows one tab."""
@@ -192,6 +173,8 @@ class Page:
             tab.layout.visible = other == name
             self._buttons[other].button_type = "primary" if other == name else "default"
         self._tabs[name].update(self._read_view())
+        if self._updates.live:
+            self._updates.send()
 
     def _change_theme(self) -> None:
         self._document.theme = chart_theme(DARK if self._dark.active else LIGHT)

@@ -20,10 +20,10 @@ from hoop.dashboard.parts import (
     plural,
     seconds_text,
     set_factors,
-    set_text,
     table,
     text_block,
 )
+from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceView
 from hoop.dashboard.work_panel import WorkPanel, ranges_text
 
@@ -93,7 +93,8 @@ def shard_rows(job: JobView, workers: Sequence[DeviceView]) -> list[dict[str, An
 class JobTab:
     """The tab of one browser."""
 
-    def __init__(self) -> None:
+    def __init__(self, updates: PageUpdates) -> None:
+        self._updates = updates
         self._choice = Select(
             title="Job",
             value=NEWEST,
@@ -103,9 +104,9 @@ class JobTab:
             stylesheets=[input_style()],
         )
         self._head = text_block("job-text")
-        self._loss, self._test = Source("loss", "x", "y"), Source("test-loss", "x", "y")
-        self._accuracy, self._speed = Source("accuracy", "x", "y"), Source("speed", "x", "y")
-        self._step = Source("step-seconds", "x", "y")
+        names = ("loss", "test-loss", "accuracy", "speed", "step-seconds")
+        curves = [Source(name, "x", "y", updates=updates) for name in names]
+        self._loss, self._test, self._accuracy, self._speed, self._step = curves
         self._shards = Source("shards", "rank", "shards", "which", "colour", "note")
         self._splits = Source("splits", "rank", "compute", "communicate", "idle", "sent")
         self._checkpoints = Source("checkpoints", "step", "parts", "bytes", "kind", "time")
@@ -113,7 +114,7 @@ class JobTab:
         self._predicted = Span(
             location=0, dimension="width", line_color=RED, line_dash="dashed", line_width=2, visible=False
         )
-        self._work = WorkPanel()
+        self._work = WorkPanel(updates)
         self.layout: LayoutDOM = column(
             self._choice,
             self._head,
@@ -185,7 +186,8 @@ class JobTab:
         chosen = self._choice.value
         job = view.current_job if chosen == NEWEST else view.job(int(chosen))
         if job is None:
-            set_text(self._head, paragraph("No job", tag="h2"), paragraph("Start one: hoop train --coordinator …"))
+            text = paragraph("No job", tag="h2") + paragraph("Start one: hoop train --coordinator …")
+            self._updates.change_text(self._head, text)
             return
         self._show_text(job)
         for source, curve in ((self._loss, job.loss), (self._test, job.test_loss), (self._accuracy, job.accuracy)):
@@ -207,15 +209,15 @@ class JobTab:
         about += [f"generation {job.generation}"] if job.generation else []
         about += [f"{job.parameters:,} parameters"] if job.parameters else []
         done = f'<progress max="{max(1, job.steps)}" value="{job.done}" aria-label="progress"></progress>'
-        set_text(
-            self._head,
+        paragraphs = [
             paragraph(title, tag="h2"),
             paragraph(" · ".join(filter(None, about)), "muted"),
             *([done] if job.steps else []),
             *([paragraph(job.notice, "problem")] if job.notice else []),
             *([paragraph(job.reason, "problem")] if job.reason else []),
             *(paragraph(one) for one in facts(job)),
-        )
+        ]
+        self._updates.change_text(self._head, "".join(paragraphs))
 
     def _show_ranks(self, job: JobView, workers: Sequence[DeviceView]) -> None:
         rows = shard_rows(job, workers)

@@ -22,6 +22,8 @@ from bokeh.models import (
 from bokeh.models.widgets.tables import StringFormatter
 from bokeh.plotting import figure
 
+from hoop.dashboard.updates import PageUpdates
+
 TOOLS = "xpan,xwheel_zoom,box_zoom,reset,save"
 _TEXT_STYLE = """
 :host { color: var(--hoop-text); font: 14px/1.5 system-ui, sans-serif; }
@@ -73,9 +75,17 @@ def set_text(block: Div, *paragraphs: str) -> None:
 class Source:
     """A data source that is sent to the browser only when its columns have changed."""
 
-    def __init__(self, name: str, *columns: str) -> None:
+    def __init__(
+        self, name: str, *columns: str, updates: PageUpdates | None = None, at_pointer: Sequence[str] = ()
+    ) -> None:
+        """``updates``: sends the changes, for sources that change with every update.
+
+        ``at_pointer``: columns that are shown only in the text at the pointer.
+        """
         self.model = ColumnDataSource(data={column: [] for column in columns}, name=name)
-        self._columns = columns
+        self.table: DataTable | None = None
+        """The table that shows it."""
+        self._updates, self._columns, self._at_pointer = updates, columns, frozenset(at_pointer)
         self._shown: dict[str, list[Any]] = {column: [] for column in columns}
 
     def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -83,9 +93,14 @@ class Source:
         self.show_columns({column: [row[column] for row in rows] for column in self._columns})
 
     def show_columns(self, columns: dict[str, list[Any]]) -> None:
-        if columns != self._shown:
-            self._shown = columns
+        changed = {column for column in self._columns if columns[column] != self._shown[column]}
+        if not changed:
+            return
+        self._shown = columns
+        if self._updates is None:
             self.model.data = dict(columns)
+        else:
+            self._updates.change_data(self.model, columns, bool(changed - self._at_pointer), self.table)
 
 
 def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> DataTable:
@@ -104,6 +119,7 @@ def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], heig
         reorderable=False,
         stylesheets=[InlineStyleSheet(css=_TABLE_STYLE)],
     )
+    source.table = found
     # Bokeh 3.9 draws a table again only when the number of its rows changes.
     source.model.js_on_change("data", CustomJS(args={"view": found.view}, code="view.change.emit()"))
     return found

@@ -12,6 +12,7 @@ from hoop.dashboard.activity_view import PARTS
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.palette import PART_COLOURS, RED
 from hoop.dashboard.parts import Source, bytes_text, chart, seconds_text, set_factors, table
+from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import DeviceView
 
 MAX_BARS = 64
@@ -73,10 +74,10 @@ def table_rows(job: JobView, devices: Sequence[DeviceView]) -> list[dict[str, An
 class WorkPanel:
     """The panel of one browser."""
 
-    def __init__(self) -> None:
-        self._bars = Source("work", "device", *PARTS, "whole")
+    def __init__(self, updates: PageUpdates) -> None:
+        self._bars = Source("work", "device", *PARTS, "whole", updates=updates)
         columns = ("rank", "device", "shards", "stages", "step", "compute", "communicate", "idle", "sends", "note")
-        self._table = Source("workers", *columns)
+        self._table = Source("workers", *columns, updates=updates)
         self._devices = FactorRange()
         self._predicted = Span(
             location=0, dimension="height", line_color=RED, line_dash="dashed", line_width=2, visible=False

@@ -13,12 +13,13 @@ from bokeh.models import Div
 
 from hoop.dashboard.access import Login, allowed_hosts
 from hoop.dashboard.cluster_tab import link_rows, memory_rows, ring_rows
-from hoop.dashboard.document import MAX_UNACKNOWLEDGED, Page
+from hoop.dashboard.document import Page
 from hoop.dashboard.events_tab import ALL, MAX_ROWS, matching
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.marks import LogLine
-from hoop.dashboard.parts import paragraph
+from hoop.dashboard.parts import paragraph, text_block
 from hoop.dashboard.server import DashboardConfig
+from hoop.dashboard.updates import MAX_UNACKNOWLEDGED, PageUpdates
 from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
@@ -64,6 +65,55 @@ def test_a_browser_that_does_not_acknowledge_gets_no_more_updates() -> None:
     acknowledged.tags = [MAX_UNACKNOWLEDGED]
     page.update()
     assert len(asked) - before == MAX_UNACKNOWLEDGED + 1
+
+
+def test_a_browser_that_has_the_page_gets_one_message_an_update_without_what_has_not_changed() -> None:
+    capacity = [200]
+
+    def read() -> ClusterView:
+        first = DeviceView(1, "a", "127.0.0.1:1", 1, "run-1", DeviceState.TRAINING, used=100, capacity=capacity[0])
+        return ClusterView(devices=(first, device(2)))
+
+    document = Document()
+    page = Page(document, read)
+    models = {name: document.select_one({"name": name}) for name in ("ring", "devices", "device-table", "updates")}
+    acknowledged = document.select_one({"name": "acknowledged"})
+    page.update()
+    assert models["updates"].tags == [1, [], []], "before the browser has the page the models are changed"
+    acknowledged.tags = [1]
+    messages: list[object] = []
+    document.on_change(messages.append)
+    page.update()
+    assert models["updates"].tags == [2, [], []], "nothing has changed"
+    assert len(messages) == 1
+    capacity[0] = 300
+    page.update()
+    assert len(messages) == 2
+    number, texts, sources = models["updates"].tags
+    assert (number, texts) == (3, [])
+    changes = {name: rest for name, *rest in sources}
+    assert set(changes) == {models["ring"].id, models["devices"].id}
+    memory = ["100 B of 300 B", "100 B of 200 B"]
+    columns, drawn, table = changes[models["ring"].id]
+    assert (columns["memory"], drawn, table) == (memory, False, ""), "shown at the pointer only: nothing is drawn"
+    columns, drawn, table = changes[models["devices"].id]
+    assert (columns["memory"], drawn, table) == (memory, True, models["device-table"].id)
+
+
+def test_a_text_that_changes_often_is_sent_when_it_has_changed() -> None:
+    updates, document, block = PageUpdates(), Document(), text_block("text")
+    document.add_root(block)
+    updates.attach(document, block)
+    updates.change_text(block, "before")
+    assert block.text == "before"
+    document.select_one({"name": "acknowledged"}).tags = [1]
+    for text in ("before", "during", "during", "after"):
+        updates.change_text(block, text)
+    updates.send()
+    sent = document.select_one({"name": "updates"})
+    assert sent.tags == [1, [[block.id, "after"]], []]
+    updates.send()
+    assert sent.tags == [2, [], []]
 
 
 def test_a_ring_of_200_devices_is_one_small_message() -> None:

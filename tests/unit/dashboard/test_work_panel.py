@@ -13,6 +13,7 @@ from hoop.dashboard.activity_view import PARTS, ActivityView, LinkBytes, Sample
 from hoop.dashboard.cluster_tab import link_rows, link_table_rows, share_rows, traffic
 from hoop.dashboard.job_tab import shard_rows
 from hoop.dashboard.job_view import JobView
+from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceState, DeviceView
 from hoop.dashboard.work_panel import WorkPanel, bar_rows, ranges_text, table_rows
 
@@ -68,7 +69,7 @@ def test_without_activity_the_shards_are_those_of_the_balancer() -> None:
 
 
 def test_the_panel_shows_the_prediction_and_one_bar_a_device() -> None:
-    panel = WorkPanel()
+    panel = WorkPanel(PageUpdates())
     panel.update(JobView(1, predicted_step_seconds=0.15), [worker(7, 0), worker(8, 1)])
     assert panel._predicted.visible
     assert panel._predicted.location == 150
