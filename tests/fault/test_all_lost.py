@@ -89,6 +89,21 @@ def test_all_devices_restart_and_no_step_is_lost(
 
 
 @pytest.mark.slow
+def test_devices_that_all_lose_their_gpu_go_on_from_a_copy_in_host_memory(tmp_path: Path) -> None:
+    """They go back to the newest copy: at least to the snapshot of epoch 1, which one of them has."""
+    with running_cluster(0, tmp_path) as processes:
+        strategy = ["data", "--set", "epochs=2", "--set", "accelerator=emulated", "--set", "host_replica_s=0.001"]
+        _, run = train_until_all_killed(processes, strategy, ["reduce", "reduce"], 2 * STEPS - 2)
+        for number in (1, 2):
+            processes.start_device(*arena_options(tmp_path, number))
+        result = result_of(run, tmp_path / "out")
+    check_same(result, undisturbed("--set", "epochs=2"))
+    states = {state["device"]: state for state in result["states"]}
+    assert {state["source"] for state in states.values()} == {"its own arena", "device 1"}
+    assert STEPS <= states[1]["step"] < 2 * STEPS - 2
+
+
+@pytest.mark.slow
 def test_partially_updated_states_are_not_used(tmp_path: Path) -> None:
     """Both devices are killed in an update of epoch 2: they go back to the snapshot of epoch 1 that one holds."""
     with running_cluster(0, tmp_path) as processes:

@@ -61,6 +61,9 @@ class Settings:
     """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
     replicas: int = 1
     """Replicas of each part, on different devices: as many devices may be lost at once."""
+    host_replica_s: float = 5.0
+    """Data parallel on GPUs: seconds between copies of the state to host memory, for the case that all devices lose
+    their GPU at once and are restarted; 0: none between checkpoints."""
     min_devices: int = 1
     """The fewest devices with which the job goes on; with fewer it waits for others (``--min``)."""
     max_devices: int = 0
@@ -145,6 +148,8 @@ class Settings:
             raise InvalidArgument(f"monitor_mode: {self.monitor_mode!r} is neither 'min' nor 'max'")
         if not 0 <= self.min_delta < math.inf:
             raise InvalidArgument(f"min_delta: {self.min_delta} is not 0 or more")
+        if not 0 <= self.host_replica_s <= 86400:
+            raise InvalidArgument(f"host_replica_s: {self.host_replica_s} is not in 0..86400")
         if not 0 < self.timeout_s <= 86400:
             raise InvalidArgument(f"timeout_s: {self.timeout_s} is not in 0..86400")
         return self

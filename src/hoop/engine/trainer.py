@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -301,6 +302,9 @@ class Trainer:
         self._done = done
         self._activity.end_step(done, len(works))
         self._after_steps(losses, began)
+        every_s = self._settings.host_replica_s
+        if every_s and self._role.reads_checkpoints_later and self._context.persistent_memory:
+            self._snapshots.replicate_later(partial(self._role.checkpoint_reader, self._setup.model), done, every_s)
         if self._reassignment_agreed and not self._stopped:
             self._reassign()
 

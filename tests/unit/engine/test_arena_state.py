@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher
+from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
 from hoop.engine.fault_tolerance.local_persistence import (
     LOG_STEPS,
     StepLog,
@@ -79,6 +79,45 @@ def test_a_snapshot_is_loaded_only_if_its_checksum_matches(arena: Arena) -> None
     buffer = arena.buffer("job1.snapshot1")
     arena.view(buffer.address + buffer.size - 1, 1)[0] ^= 1
     assert load_from_arena(arena, "job1.", RUN) == []
+
+
+def test_a_copy_between_checkpoints_is_loaded_if_it_is_complete_and_replaced_by_the_next_checkpoint(
+    arena: Arena,
+) -> None:
+    events: list[object] = []
+    publisher = SnapshotPublisher(arena, "job1.", events.append, RUN)
+
+    def replicate(step: int, every_s: float = 1e-9) -> None:
+        publisher.replicate_later(lambda: lambda: {"weight": torch.full((3,), float(step))}, step, every_s)
+        publisher.wait()
+
+    def steps() -> list[int]:
+        found = [deserialize(arena.read(one.address, one.size))[1]["steps"] for one in arena.buffers()]
+        return sorted(found)
+
+    publisher.publish({"weight": torch.zeros(3)}, 4, 4, False, 1, 0)
+    replicate(5)
+    assert steps() == [4, 5]
+    while steps() == [4, 5]:  # the next copy is due after 50 times the seconds that this one took
+        replicate(6, every_s=3600)
+    assert steps() == [4, 6]
+    replicate(7)
+    assert steps() == [4, 6], "not due for an hour"
+    assert len(events) == 1, "copies are not published"
+    publisher.publish({"weight": torch.zeros(3)}, 8, 4, False, 1, 0)
+    assert steps() == [4, 8], "two buffers suffice"
+    publisher.close()
+    assert [one.step for one in load_from_arena(arena, "job1.", RUN)] == [8, 4]
+
+
+def test_a_copy_that_the_arena_has_no_room_for_is_left_out(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+    publisher = SnapshotPublisher(arena, "job1.", lambda event: None, RUN)
+    for step in (1, 2):
+        publisher.replicate_later(lambda: lambda: {"weight": torch.zeros(arena.capacity)}, step, 1e-9)
+        publisher.wait()
+    publisher.close()
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert message.startswith("no copy of the GPU's state is kept in the arena between checkpoints: ")
 
 
 def test_the_step_log_keeps_the_last_steps(arena: Arena) -> None:

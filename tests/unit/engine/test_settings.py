@@ -37,6 +37,7 @@ def checked(**changes: Any) -> Settings:
         ("step_every", 10**12),
         ("step_factor", 1000.0),
         ("timeout_s", 86400.0),
+        ("host_replica_s", 86400.0),
     ],
 )
 def test_a_setting_above_its_upper_end_is_refused_with_the_bound(name: str, most: float) -> None:

@@ -16,6 +16,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,10 +30,11 @@ from torch import Tensor, nn
 
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout
-from hoop.errors import FailedPrecondition, TrainingStateLost
+from hoop.errors import FailedPrecondition, ResourceExhausted, TrainingStateLost
 from hoop.job_events import Emit, SnapshotTaken
 from hoop.memory import Arena
 
+log = logging.getLogger("hoop.engine")
 MOMENT = "optimizer.moment"
 CUSTOM = "hoop."
 """Begins the names of optimizer state, averaged weights and texts of custom training (``custom/state.py``)."""
@@ -225,6 +229,8 @@ RUN_KEY = "run"
 
 WRITE_S = 600.0
 """How long the thread that writes a checkpoint into the arena may take."""
+REPLICA_SHARE = 0.02
+"""Share of the time in which a copy of a GPU's state may be written into the arena."""
 _PADDING_KEY = "padding"
 _METADATA_BYTES = 1024
 
@@ -266,6 +272,8 @@ class SnapshotPublisher:
         """Steps done at the newest checkpoint."""
         self._pool = ThreadPoolExecutor(1, "hoop-checkpoint")
         self._writing: Future[None] | None = None
+        self._next_replica = 0.0
+        """Time (``time.monotonic``) of the next copy by ``replicate_later``."""
 
     def publish(
         self,
@@ -305,6 +313,38 @@ class SnapshotPublisher:
             self._writing = self._pool.submit(
                 lambda: self._write(read(), done, steps_per_epoch, False, parts, 0, evaluation)
             )
+
+    def replicate_later(
+        self, reader: Callable[[], Callable[[], Mapping[str, Tensor]] | None], done: int, every_s: float
+    ) -> None:
+        """Copy the state after ``done`` steps into the arena in another thread, if the last copy is old enough.
+
+        For state that is on a GPU: should all devices of a job lose it at once, they go on from this copy when they are
+        restarted. A copy replaces the one before, in the buffer that the next checkpoint is written to, and is never
+        published.
+
+        ``reader``: see ``RankRole.checkpoint_reader``; it is called only if a copy is due. ``every_s``: least seconds
+        from one copy to the next; they take at most ``REPLICA_SHARE`` of the time.
+        """
+        if time.monotonic() < self._next_replica or (self._writing is not None and not self._writing.done()):
+            return
+        self.wait()
+        self._next_replica = time.monotonic() + every_s
+        read = reader()
+        if read is not None:
+            self._writing = self._pool.submit(lambda: self._write_replica(read, done, every_s))
+
+    def _write_replica(self, read: Callable[[], Mapping[str, Tensor]], done: int, every_s: float) -> None:
+        began = time.monotonic()
+        buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
+        try:
+            write_to_arena(self._arena, buffer, read(), _padded({"steps": done, RUN_KEY: self._run}))
+        except ResourceExhausted as error:
+            log.warning("no copy of the GPU's state is kept in the arena between checkpoints: %s", error)
+            self._next_replica = math.inf
+            return
+        now = time.monotonic()
+        self._next_replica = now + max(every_s, (now - began) / REPLICA_SHARE)
 
     def wait(self) -> None:
         """Wait until the checkpoint of ``publish_later`` is published; raises what failed there."""
