@@ -24,12 +24,16 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
     costs = started["costs"]
     assert all(costs[name] > 0 for name in ("message_s", "agree_s", "update_s", "copy_s", "add_s"))
     assert ("meeting_s" in costs) == (scheme == "shm")
+    assert costs["late_share"] >= 0
+    later = predicted_step_seconds({**costs, "late_share": costs["late_share"] + 1}, job_settings)
+    assert later is not None
     assert [size for size, _ in costs["copy_at"]] == [size for size, _ in costs["add_at"]]
     machine = measured_job_costs(costs).machine
     assert (machine.message_s, machine.agree_s) == (costs["message_s"], costs["agree_s"])
     with_replicas = predicted_step_seconds(costs, job_settings)
     without_replicas = predicted_step_seconds(costs, job_settings.replaced({"replicate": False}))
     assert with_replicas is not None
+    assert later > with_replicas, "a step ends when the slowest rank has computed"
     assert without_replicas is not None
     assert with_replicas > without_replicas if strategy != "data" else with_replicas == without_replicas
 

@@ -3,6 +3,7 @@
     profile_blocks          each block of the model: forward, backward, activations, outputs
     measure_costs           loading, loss, update, memory bandwidth of this machine; a few milliseconds
     measure_communication   messages and the agreement of a step, on the links of the job
+    measure_lateness        how much longer the slowest rank computes than a usual one
     measure_gpu_step        the step of a rank whose state stays on a GPU: its graphs, and whole steps
 
 Results are plain values, which can be sent in events; ``runs/prediction.py`` turns them into costs for the simulator.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.communicator import Communicator, any_rank
+from hoop.collectives.registry import Operation
 from hoop.data.dataset import Batch, Dataset
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.data_feed import Position
@@ -41,6 +43,7 @@ from hoop.engine.stage.state import StateLayout
 from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.errors import InvalidArgument
+from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
 from hoop.resources import available_cores
@@ -91,6 +94,36 @@ def measure_communication(communicator: Communicator, shards: int, timeout: floa
     if isinstance(endpoint, SharedEndpoint):
         costs["meeting_s"] = min(_seconds(lambda: endpoint.barrier(deadline)) for _ in range(2 * REPEATS))
     return costs
+
+
+LATENESS_ROUNDS = 32
+_WORK_SHAPE = (256, 512, 256)
+"""Rows, inner size and columns of a product of matrices that takes about a millisecond."""
+
+
+def measure_lateness(communicator: Communicator, timeout: float) -> float:
+    """Measure by which share of its time the slowest rank computes longer than a usual one. Collective.
+
+    All ranks compute the same, round by round. A step ends when the slowest rank has computed, and no rank is the
+    slowest in all rounds: cores differ in clock, other processes interrupt them, hosts of virtual machines too. Ranks
+    that share cores measure their own processor time.
+    """
+    if communicator.size == 1:
+        return 0.0
+    rows, inner, columns = _WORK_SHAPE
+    left, right, product = torch.ones(rows, inner), torch.ones(inner, columns), torch.empty(rows, columns)
+    now = time.perf_counter if communicator.size <= available_cores() else time.thread_time
+    mine, nothing = np.zeros(LATENESS_ROUNDS, np.float64), np.zeros(0, np.float64)
+    for number in range(LATENESS_ROUNDS):
+        communicator.run(Operation("barrier", 0, dtype("float64")), nothing, nothing, timeout)
+        started = now()
+        torch.mm(left, right, out=product)
+        mine[number] = now() - started
+    gathered = np.zeros(communicator.size * LATENESS_ROUNDS, np.float64)
+    communicator.run(Operation("all_gather", LATENESS_ROUNDS, dtype("float64")), mine, gathered, timeout)
+    seconds = gathered.reshape(communicator.size, LATENESS_ROUNDS)[:, LATENESS_ROUNDS // 4 :]  # the first ones warm up
+    usual = float(np.median(seconds))
+    return float(np.median(seconds.max(axis=0))) / usual - 1 if usual else 0.0
 
 
 GPU_PROBE_S = 0.2

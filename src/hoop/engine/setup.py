@@ -25,7 +25,13 @@ from hoop.collectives.registry import Operation
 from hoop.config import format_size
 from hoop.data.dataset import Batch, Dataset, Splits
 from hoop.data.sampler import SampleOrder
-from hoop.engine.cost_probe import measure_communication, measure_costs, measure_gpu_step, profile_blocks
+from hoop.engine.cost_probe import (
+    measure_communication,
+    measure_costs,
+    measure_gpu_step,
+    measure_lateness,
+    profile_blocks,
+)
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.custom.setup import check_strategy, prepare_parts
 from hoop.engine.executor import PlanExecutor
@@ -255,6 +261,7 @@ def _measure_step_costs(
     blocks = blocks_of(model)
     found = measure_costs(setup.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, batched_shards)
     found |= measure_communication(context.communicator, settings.num_microbatches, settings.timeout_s)
+    found["late_share"] = measure_lateness(context.communicator, settings.timeout_s)
     found["hosts"] = list(hosts) if separate else [0] * context.size
     if isinstance(setup.role, ResidentRole) and not context.joining:
         estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)

@@ -160,14 +160,15 @@ def fixed_share(blocks: Sequence[MeasuredCosts], measured: MeasuredCosts) -> flo
 
 
 def measured_cluster(measured: MeasuredCosts, settings: Settings) -> Cluster:
-    """The job's hosts: devices and cores of each."""
+    """The job's hosts: devices and cores of each. All devices are as late as the slowest of a step usually is."""
     ranks: Sequence[int] = measured["hosts"]
+    late = 0.0 if "gpu" in measured else float(measured.get("late_share", 0.0))
     slow = [1 / one for one in settings.slowdown]
-    speeds = [*slow, *[1.0] * len(ranks)][: len(ranks)]
+    speeds = [one / (1 + late) for one in [*slow, *[1.0] * len(ranks)][: len(ranks)]]
     cores = max(1, measured["cores"] // settings.threads_per_device)
     hosts = []
     for host in dict.fromkeys(ranks):
         mine = tuple(speed for speed, number in zip(speeds, ranks, strict=True) if number == host)
         gpus = measured["gpu"]["gpus"] if "gpu" in measured else None
-        hosts.append(Host(len(mine), cores, speeds=mine if slow else (), gpus=gpus))
+        hosts.append(Host(len(mine), cores, speeds=mine if slow or late else (), gpus=gpus))
     return Cluster(tuple(hosts), Link(1e9, 20e-6))
