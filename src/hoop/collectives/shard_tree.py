@@ -17,8 +17,9 @@ for any number of ranks and any assignment of shards to ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hoop.errors import InvalidArgument
@@ -83,7 +84,9 @@ def merge_plan(order: Sequence[int], shards: int) -> MergePlan:
     return MergePlan(tuple(order), tuple(slot_merges), tuple(sorted(slot_of.items())), slots)
 
 
-def _parents(shards: int) -> dict[Node, Node]:
+@lru_cache(maxsize=8)
+def _parents(shards: int) -> Mapping[Node, Node]:
+    """The parent of each node but the root. Cached: a rank makes hundreds of merge plans for the same shards."""
     parents: dict[Node, Node] = {}
     todo = [Node(0, shards)] if shards else []
     while todo:

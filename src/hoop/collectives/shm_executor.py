@@ -119,13 +119,16 @@ class WindowedOperation:
 
     def _window_steps(self, windows: Sequence[Sequence[Array]], size: int) -> WindowSteps:
         """The steps for a piece of ``size`` elements of every block."""
-        return [(self._publish_steps(one, size), self._phases(one, size)) for one in windows] if size else []
+        if not size:
+            return []
+        spans = self._published_spans(size)
+        return [(self._publish_steps(one, spans, size), self._phases(one, size)) for one in windows]
 
     def _plan(self, rank: int, size: int) -> list[CollectiveInstruction]:
         return list(self._operation.plan(self._endpoint.size, rank, self._algorithm, size))
 
-    def _publish_steps(self, windows: Sequence[Array], size: int) -> list[Step]:
-        """Copies the parts of this rank's source that other ranks read."""
+    def _published_spans(self, size: int) -> list[Span]:
+        """The parts of this rank's window that other ranks read; of all ranks' plans, so found once for all windows."""
         rank, ranks = self._endpoint.rank, self._endpoint.size
         needed = {
             (one.remote.start, one.remote.stop)
@@ -138,8 +141,13 @@ class WindowedOperation:
             for one in self._plan(rank, size)
             if isinstance(one, Fold) and one.local.buffer == WINDOW
         }
+        return _merge_spans(needed)
+
+    def _publish_steps(self, windows: Sequence[Array], spans: Sequence[Span], size: int) -> list[Step]:
+        """Copies these parts of this rank's source."""
+        rank = self._endpoint.rank
         steps: list[Step] = []
-        for start, stop in _merge_spans(needed):
+        for start, stop in spans:
             for low, high, offset in _cut_at_blocks(start, stop, size, self._operation.count):
                 steps.append(_publish_step(windows[rank][low:high], offset))
         return steps

@@ -5,7 +5,7 @@ Pure, and without PyTorch: ``hoop plan`` checks memory with it, and the executor
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from hoop.collectives.shard_tree import merge_plan
 from hoop.plan.plan import Plan
@@ -20,10 +20,20 @@ def max_gradient_slots(plan: Plan, balance: bool) -> int:
     reallocated. With parameter servers shards do not move.
     """
     shares = {plan.computed_by(rank, stage) for stage, ranks in enumerate(plan.holders) for rank in ranks}
+    slots = max(merge_plan(share, plan.num_microbatches).slots for share in shares)
     if plan.stages == 1 and balance and plan.size > 1 and not plan.servers:
-        shares |= {tuple(range(low, plan.num_microbatches)) for low in range(plan.num_microbatches)}
-        shares |= {tuple(range(1, high)) for high in range(2, plan.num_microbatches)}
-    return max(merge_plan(share, plan.num_microbatches).slots for share in shares)
+        slots = max(slots, _slots_of_any_share(plan.num_microbatches))
+    return slots
+
+
+@lru_cache(maxsize=8)
+def _slots_of_any_share(shards: int) -> int:
+    """Return the most slots that a run of consecutive shards needs.
+
+    Cached: setting up asks three times, and it takes time that grows with the square of the shards.
+    """
+    shares = {tuple(range(low, shards)) for low in range(shards)} | {tuple(range(1, high)) for high in range(2, shards)}
+    return max(merge_plan(share, shards).slots for share in shares)
 
 
 def _gradient_memory(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
