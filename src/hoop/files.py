@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -101,6 +101,13 @@ def make_folder(path: Path | str, field: str) -> Path:
 def write_bytes(path: Path | str, data: bytes, mode: int = 0o666) -> None:
     with atomic_write(path, mode) as file:
         file.write(data)
+
+
+def write_parts(path: Path | str, parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:
+    """Write these bytes, one part after the other."""
+    with atomic_write(path, mode) as file:
+        for part in parts:
+            file.write(part)
 
 
 def write_text(path: Path | str, text: str, mode: int = 0o666) -> None:

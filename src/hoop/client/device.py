@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hoop.client.handle import call
-from hoop.errors import InvalidArgument
+from hoop.errors import InternalError, InvalidArgument
 from hoop.memory.dtypes import DType, dtype
 from hoop.topology import DeviceInfo
 from hoop.wire.auth import Credentials
@@ -87,6 +87,20 @@ class Device:
             return b"".join(answer.data for answer in answers)
         except grpc.RpcError as error:
             raise translate(error, str(self.info)) from None
+
+    def read_into(self, place: int | str, into: memoryview, offset: int = 0) -> None:
+        """Copy as many bytes as ``into`` has from the device: a large buffer needs no second one beside it."""
+        request = pb.ReadRequest(location=location(place, offset), bytes=len(into))
+        at = 0
+        try:
+            for answer in self._stub.Read(request, timeout=self._timeout):
+                end = at + len(answer.data)
+                into[at:end] = answer.data
+                at = end
+        except grpc.RpcError as error:
+            raise translate(error, str(self.info)) from None
+        if at != len(into):
+            raise InternalError(f"{self.info} sent {at} bytes of {place!r}, and {len(into)} were asked for")
 
     def _call(self, method: Any, request: Any) -> Any:
         return call(method, request, self._timeout, str(self.info))

@@ -1,6 +1,6 @@
 """The checkpoints in a run's folder: written on a thread of its own, read with their checksums.
 
-    offer      ──▶ [ one waits ] ──▶ thread: pack, write, sync, rename, sync the folder, remove the oldest
+    offer      ──▶ [ one waits ] ──▶ thread: checksum, write, sync, rename, sync the folder, remove the oldest
     new_events ◀── CheckpointWritten, Warned
 
 Training never waits for the disk. If the disk is slower than the steps, a newer snapshot replaces the one that waits,
@@ -14,16 +14,16 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
+from hoop.engine.fault_tolerance.checkpoint import deserialize, serialized_parts
 from hoop.errors import FailedPrecondition, HoopError
-from hoop.files import link_file, write_bytes
+from hoop.files import link_file, write_parts
 from hoop.job_events import CheckpointWritten, JobEvent, Warned
 
 FOLDER = "checkpoints"
@@ -67,7 +67,9 @@ def listed(out: Path) -> list[Path]:
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and metadata; FailedPrecondition, with the file's name, if it is damaged or misnamed."""
     try:
-        data = path.read_bytes()
+        data = bytearray(path.stat().st_size)
+        with path.open("rb") as file:
+            del data[file.readinto(data) :]
     except OSError as error:
         raise FailedPrecondition(f"{path}: cannot be read: {error.strerror}") from None
     tensors, metadata = deserialize(data, path)
@@ -97,7 +99,8 @@ def set_aside(out: Path, after: int) -> None:
             path.replace(path.with_name(path.name + DAMAGED))
 
 
-Write = Callable[[Path, bytes], None]
+Write = Callable[[Path, Sequence[bytes | memoryview]], None]
+"""``write(path, parts)``: the content of the file, in parts."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Snapshot:
 class CheckpointWriter:
     """Writes a run's checkpoints on a thread, and removes all but the last ``keep``."""
 
-    def __init__(self, folder: Path, keep: int, write: Write = write_bytes) -> None:
+    def __init__(self, folder: Path, keep: int, write: Write = write_parts) -> None:
         self._folder, self._keep, self._write = folder, keep, write
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
@@ -193,8 +196,8 @@ class CheckpointWriter:
         path, started = self._folder / name_of(one.step), time.perf_counter()
         try:
             one.before()
-            data = serialize(one.tensors, one.metadata)
-            self._write(path, data)
+            parts = serialized_parts(one.tensors, one.metadata)
+            self._write(path, parts)
         except (HoopError, OSError) as error:  # training goes on without it
             newest = next((other.name for other in listed(self._folder)), "")
             kept = f"the newest is {newest}" if newest else "none is there yet"
@@ -205,7 +208,7 @@ class CheckpointWriter:
             if one.step == self._best_step:
                 self._link_best(path)
         seconds = time.perf_counter() - started
-        yield CheckpointWritten(one.step, str(path), len(data), seconds)
+        yield CheckpointWritten(one.step, str(path), sum(len(part) for part in parts), seconds)
         try:
             for old in [path for path in listed(self._folder) if step_of(path) >= 0][self._keep :]:
                 old.unlink(missing_ok=True)

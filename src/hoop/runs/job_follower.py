@@ -26,11 +26,11 @@ from hoop import job_events as ev
 from hoop.client.cluster import Cluster, connect
 from hoop.client.jobs import JobHandle
 from hoop.engine.custom.state import AVERAGE
-from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, is_training_state, serialize
+from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, is_training_state, serialized_parts
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError
-from hoop.files import write_bytes
+from hoop.files import write_parts
 from hoop.job_events import JobEvent, Observed
 from hoop.runs.prediction import Prediction
 from hoop.runs.run_recorder import DiskFullInjector, RunRecorder, saved_settings
@@ -230,7 +230,7 @@ class JobFollower:
 
     def save(self, path: Path) -> None:
         """Writes the trained weights to a file."""
-        write_bytes(path, serialize(self.tensors, {}))
+        write_parts(path, serialized_parts(self.tensors, {}))
 
     def _note(self, observed: Observed) -> None:
         """Updates what the result is made of."""
@@ -302,7 +302,9 @@ class JobFollower:
         where = f"the snapshot of rank {observed.rank} (device {observed.device})"
         if self._coordinator_timeout:
             self._cluster.wait_ready(self._coordinator_timeout)  # it knows the device's address
-        found = deserialize(self._cluster.device(observed.device).read(event.buffer, event.bytes), where)
+        data = bytearray(event.bytes)
+        self._cluster.device(observed.device).read_into(event.buffer, memoryview(data))
+        found = deserialize(data, where)
         if found[1][CHECKSUM_KEY] != event.sha256:
             raise FailedPrecondition(f"{where} is a later one: it was overwritten before it was read")
         return found

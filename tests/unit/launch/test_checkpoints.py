@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, serialize, serialize_into
+from hoop.engine.fault_tolerance.checkpoint import (
+    CHECKSUM_KEY,
+    copy_into,
+    deserialize,
+    serialize,
+    serialized_parts,
+)
 from hoop.errors import FailedPrecondition
-from hoop.files import atomic_write, remove_partial_files, write_bytes
+from hoop.files import atomic_write, remove_partial_files, write_bytes, write_parts
 from hoop.job_events import CheckpointWritten, Warned
 from hoop.runs.checkpoint_store import (
     CheckpointWriter,
@@ -142,8 +148,8 @@ def test_a_full_disk_loses_only_that_checkpoint(tmp_path: Path) -> None:
 def test_an_old_checkpoint_is_deleted_only_after_the_next_is_written(tmp_path: Path) -> None:
     listings: list[list[str]] = []
 
-    def write(path: Path, data: bytes) -> None:
-        write_bytes(path, data)
+    def write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+        write_parts(path, parts)
         listings.append(sorted(one.name for one in tmp_path.iterdir()))
 
     writer = new_writer(tmp_path, keep=2, write=write)
@@ -156,10 +162,10 @@ def test_an_old_checkpoint_is_deleted_only_after_the_next_is_written(tmp_path: P
 def test_a_slow_disk_does_not_block_and_a_skipped_checkpoint_is_reported(tmp_path: Path) -> None:
     started, proceed = threading.Event(), threading.Event()
 
-    def slow(path: Path, data: bytes) -> None:
+    def slow(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         started.set()
         assert proceed.wait(TIMEOUT_S)
-        write_bytes(path, data)
+        write_parts(path, parts)
 
     writer = new_writer(tmp_path, write=slow)
     for step in (1, 2, 3):
@@ -178,7 +184,8 @@ def test_a_slow_disk_does_not_block_and_a_skipped_checkpoint_is_reported(tmp_pat
 def write_and_kill(folder: Path, share: float) -> None:
     """Write two checkpoints; SIGKILL when ``share`` of the second is written; above 1: when it is complete."""
 
-    def write(path: Path, data: bytes) -> None:
+    def write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+        data = b"".join(parts)
         if path.name == name_of(1):
             write_bytes(path, data)
         elif share <= 1:
@@ -224,6 +231,13 @@ def test_a_file_written_into_memory_has_the_bytes_of_the_library_s(types: list[t
         memory.extend(b"?" * size)
         return memoryview(memory)
 
-    checksum, size = serialize_into(allocate, tensors, metadata)
-    assert bytes(memory) == serialize(tensors, metadata)
+    complete = copy_into(allocate, tensors, metadata)
+    expected = serialize(tensors, metadata)
+    for tensor in tensors.values():
+        tensor.zero_()  # training goes on; the checksum comes later
+    checksum, size = complete()
+    assert bytes(memory) == expected
     assert (checksum, size) == (deserialize(bytes(memory))[1][CHECKSUM_KEY], len(memory))
+    copies, views = deserialize(expected)[0], deserialize(bytearray(expected))[0]
+    assert b"".join(serialized_parts(views, metadata)) == expected
+    assert {name: one.dtype for name, one in views.items()} == {name: one.dtype for name, one in copies.items()}

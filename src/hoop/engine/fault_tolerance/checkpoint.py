@@ -129,17 +129,34 @@ def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> byt
     return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_BLANK_CHECKSUM) :]))
 
 
-def serialize_into(
-    allocate: Callable[[int], memoryview], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> tuple[str, int]:
-    """Writes the bytes of ``serialize`` into memory that ``allocate(size)`` returns; returns their checksum and size.
+def _only_the_library_has(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether one has a type that is rare: the library writes it, with copies of the whole file."""
+    return any(tensor.dtype not in _DTYPES for tensor in tensors.values())
 
-    Each tensor is copied once, to its place; the library makes copies of the whole file.
+
+def serialized_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """The bytes of ``serialize``, to be written one part after the other: the header, then each tensor's own memory.
+
+    A tensor is not copied: it must not change until its part is written.
     """
-    if any(tensor.dtype not in _DTYPES for tensor in tensors.values()):
-        data = serialize(tensors, metadata)
-        allocate(len(data))[:] = data
-        return str(_header(data, "checkpoint")[0][CHECKSUM_KEY]), len(data)
+    if _only_the_library_has(tensors):
+        return [serialize(tensors, metadata)]
+    text, order = _header_text(tensors, metadata)
+    parts = [_bytes_of(tensors[name]) for name in order]
+    at = text.index(_BLANK_CHECKSUM.encode())
+    digest = hashlib.sha256(text)
+    for part in parts:
+        digest.update(part)
+    return [text[:at] + digest.hexdigest().encode() + text[at + len(_BLANK_CHECKSUM) :], *parts]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _header_text(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytes, list[str]]:
+    """The beginning of a file, with a blank checksum, and the names of the tensors in the order of their bytes."""
     # In the library's order: the largest elements first, so that all are aligned.
     order = sorted(tensors, key=lambda name: (list(_DTYPES).index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: _with_blank_checksum(metadata)}}
@@ -150,18 +167,41 @@ def serialize_into(
         header[name] = {"dtype": _DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    memory = allocate(start + end)
-    memory[:start] = len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, order
+
+
+def copy_into(
+    allocate: Callable[[int], memoryview], tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> Callable[[], tuple[str, int]]:
+    """Copies each tensor once, to its place in a file in memory that ``allocate(size)`` returns.
+
+    Then the tensors may change. Another thread may call the result, which completes the bytes of ``serialize`` with
+    their checksum, and returns that and their size. Until then the file has a wrong checksum.
+    """
+    if _only_the_library_has(tensors):
+        data = serialize(tensors, metadata)
+        allocate(len(data))[:] = data
+        found = str(_header(data, "checkpoint")[0][CHECKSUM_KEY]), len(data)
+        return lambda: found
+    text, order = _header_text(tensors, metadata)
+    end = len(text)
+    size = end + sum(tensors[name].nbytes for name in order)
+    memory = allocate(size)
+    memory[:end] = text
     content = torch.frombuffer(memory, dtype=torch.uint8)
     for name in order:
-        tensor, (begin, stop) = tensors[name].detach(), header[name]["data_offsets"]
-        if stop > begin:
-            content[start + begin : start + stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    at = bytes(memory[:start]).index(_BLANK_CHECKSUM.encode())
-    checksum = _checksum(memory, at)
-    memory[at : at + len(checksum)] = checksum.encode()
-    return checksum, start + end
+        tensor = tensors[name].detach()
+        begin, end = end, end + tensor.nbytes
+        if end > begin:
+            content[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    at = text.index(_BLANK_CHECKSUM.encode())
+
+    def complete() -> tuple[str, int]:
+        checksum = _checksum(memory, at)
+        memory[at : at + len(checksum)] = checksum.encode()
+        return checksum, size
+
+    return complete
 
 
 def _with_blank_checksum(metadata: Mapping[str, Any]) -> str:
@@ -169,9 +209,10 @@ def _with_blank_checksum(metadata: Mapping[str, Any]) -> str:
     return json.dumps({CHECKSUM_KEY: "", **metadata} | {CHECKSUM_KEY: _BLANK_CHECKSUM})
 
 
-def deserialize(data: bytes, where: Path | str = "checkpoint") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def deserialize(data: bytes | bytearray, where: Path | str = "checkpoint") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and metadata of a file's bytes; the metadata contains the checksum.
 
+    The tensors of a ``bytearray`` are views of it, those of ``bytes`` copies.
     Raises ``FailedPrecondition``, which names ``where``, for a truncated or damaged file.
     """
     metadata, end = _header(data, where)
@@ -184,12 +225,36 @@ def deserialize(data: bytes, where: Path | str = "checkpoint") -> tuple[dict[str
         )
     metadata.pop(_PADDING_KEY, None)
     try:
-        return safetensors.torch.load(data), metadata
+        views = _views(data, end) if isinstance(data, bytearray) else None
+        return safetensors.torch.load(bytes(data)) if views is None else views, metadata
     except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
         raise FailedPrecondition(f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}") from None
 
 
-def _header(data: bytes, where: Path | str) -> tuple[dict[str, Any], int]:
+def _views(data: bytearray, end: int) -> dict[str, Tensor] | None:
+    """The tensors of a file as views of its bytes; None if one has a type that only the library has.
+
+    ``end``: of its header. PyTorch checks that the views are inside.
+    """
+    kinds = {name: kind for kind, name in _DTYPES.items()}
+    header = json.loads(data[8:end])
+    header.pop("__metadata__")
+    if any(one["dtype"] not in kinds for one in header.values()):
+        return None
+    found = {}
+    for name, one in header.items():
+        kind, shape, (begin, stop) = kinds[one["dtype"]], one["shape"], one["data_offsets"]
+        count = math.prod(shape)
+        if begin < 0 or stop - begin != count * kind.itemsize:
+            raise ValueError(f"{name} has {stop - begin} bytes")
+        if count:
+            found[name] = torch.frombuffer(data, dtype=kind, count=count, offset=end + begin).view(shape)
+        else:
+            found[name] = torch.empty(shape, dtype=kind)
+    return found
+
+
+def _header(data: bytes | bytearray, where: Path | str) -> tuple[dict[str, Any], int]:
     """Returns the metadata and the offset of the header's end; raises for a truncated file."""
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or len(data) < end:
@@ -210,7 +275,7 @@ def _header(data: bytes, where: Path | str) -> tuple[dict[str, Any], int]:
     return metadata, end
 
 
-def _checksum(data: bytes | memoryview, at: int) -> str:
+def _checksum(data: bytes | bytearray | memoryview, at: int) -> str:
     """sha256 of all bytes, with zeros for the 64 characters at ``at``."""
     view = memoryview(data)
     digest = hashlib.sha256(view[:at])
@@ -227,6 +292,8 @@ RUN_KEY = "run"
 """Key of the run id in a snapshot's metadata."""
 
 
+LATER_BYTES = 4 << 20
+"""The checksum of a larger snapshot is computed by another thread, while training goes on."""
 WRITE_S = 600.0
 """How long the thread that writes a checkpoint into the arena may take."""
 REPLICA_SHARE = 0.02
@@ -246,15 +313,15 @@ def _padded(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_to_arena(
     arena: Arena, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> tuple[str, int]:
-    """Writes ``serialize(tensors, metadata)`` into buffer ``name``, replacing it; returns its checksum and its size."""
+) -> Callable[[], tuple[str, int]]:
+    """As ``copy_into``, into buffer ``name``, which is replaced."""
     if any(buffer.name == name for buffer in arena.buffers()):
         arena.free(name)
 
     def allocate(size: int) -> memoryview:
         return arena.view(arena.allocate(name, size).address, size)
 
-    return serialize_into(allocate, tensors, metadata)
+    return copy_into(allocate, tensors, metadata)
 
 
 class SnapshotPublisher:
@@ -288,12 +355,19 @@ class SnapshotPublisher:
         """Publishes this rank's part of the checkpoint after ``done`` steps; ``tensors`` is None if it has no part.
 
         A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``. ``evaluation``: for early
-        stopping, the newest one, as ``Evaluation.to_row`` returns it.
+        stopping, the newest one, as ``Evaluation.to_row`` returns it. The tensors may change afterwards; if they are
+        large, the event follows later, from another thread.
         """
         self.wait()
         self._newest = done
-        if tensors is not None:
-            self._write(tensors, done, steps_per_epoch, final, parts, reshard_count, evaluation)
+        if tensors is None:
+            return
+        emit = self._copy(tensors, done, steps_per_epoch, final, parts, reshard_count, evaluation)
+        size = sum(one.nbytes for one in tensors.values())
+        if final or size < LATER_BYTES:
+            emit()
+        else:
+            self._writing = self._pool.submit(emit)
 
     def publish_later(
         self,
@@ -311,7 +385,7 @@ class SnapshotPublisher:
         self._newest = done
         if read is not None:
             self._writing = self._pool.submit(
-                lambda: self._write(read(), done, steps_per_epoch, False, parts, 0, evaluation)
+                lambda: self._copy(read(), done, steps_per_epoch, False, parts, 0, evaluation)()
             )
 
     def replicate_later(
@@ -338,11 +412,12 @@ class SnapshotPublisher:
         began = time.monotonic()
         buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
         try:
-            write_to_arena(self._arena, buffer, read(), _padded({"steps": done, RUN_KEY: self._run}))
+            complete = write_to_arena(self._arena, buffer, read(), _padded({"steps": done, RUN_KEY: self._run}))
         except ResourceExhausted as error:
             log.warning("no copy of the GPU's state is kept in the arena between checkpoints: %s", error)
             self._next_replica = math.inf
             return
+        complete()
         now = time.monotonic()
         self._next_replica = now + max(every_s, (now - began) / REPLICA_SHARE)
 
@@ -364,7 +439,7 @@ class SnapshotPublisher:
             self.wait()
         self._pool.shutdown(wait=False)
 
-    def _write(
+    def _copy(
         self,
         tensors: Mapping[str, Tensor],
         done: int,
@@ -373,26 +448,22 @@ class SnapshotPublisher:
         parts: int,
         reshard_count: int,
         evaluation: Sequence[float],
-    ) -> None:
+    ) -> Callable[[], None]:
+        """Copies the tensors into the arena; returns what completes the snapshot and emits its event."""
         epoch, step = divmod(done, steps_per_epoch)
         about: dict[str, Any] = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run}
         if evaluation:
             about["evaluation"] = list(evaluation)
         # Two buffers in turn: the client may read one while the next is written.
         buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
-        checksum, size = write_to_arena(self._arena, buffer, tensors, _padded(about))
+        complete = write_to_arena(self._arena, buffer, tensors, _padded(about))
         self._published += 1
-        self._emit(
-            SnapshotTaken(
-                steps=done,
-                final=final,
-                parts=parts,
-                turn=reshard_count,
-                buffer=buffer,
-                bytes=size,
-                sha256=checksum,
-            )
-        )
+
+        def emit() -> None:
+            checksum, size = complete()
+            self._emit(SnapshotTaken(done, final, parts, reshard_count, buffer, size, checksum))
+
+        return emit
 
     def state_lost(self, what: str, found: str = "") -> TrainingStateLost:
         """The error for a run that cannot continue because ``what`` was lost; it tells the user what to do.
