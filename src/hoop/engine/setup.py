@@ -145,12 +145,13 @@ def prepare(
     vectors: StateVectors,
     resharding: bool = False,
     model: nn.Module | None = None,
+    known: list[Block] | None = None,
 ) -> TrainingSetup:
     """Collective. Builds this rank's part of the job; raises at every rank if the job cannot run.
 
     ``resharding``: the membership has changed since the strategy was chosen. The strategy is adapted to as many of the
     ranks as it can use, and the model's initial weights need not be equal everywhere. ``model``: the job's, if it is
-    built already.
+    built already. ``known``: the costs of its blocks, if this rank has measured them before.
     """
     settings.check()
     accelerator = select_accelerator(context, settings)
@@ -179,8 +180,9 @@ def prepare(
     rounding = _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
     rows = -(-settings.batch_size // settings.num_microbatches)
     sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
-    found = _profile(blocks, sample, settings, accelerator)
-    costs = _broadcast_costs(context, settings, found)
+    costs = _known_costs(context, settings, known) if resharding and accelerator is None else None
+    if costs is None:
+        costs = _broadcast_costs(context, settings, _profile(blocks, sample, settings, accelerator))
     bounds, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
     resident = accelerator is not None and strategy.replicated
     if resident and accelerator is not None:
@@ -307,6 +309,16 @@ def _check_same_on_all_ranks(
                 "use the same job code and datasets on every machine"
             )
     return rounding_text(list(rounding), next(iter(rounding.values())), environment) if rounding else ""
+
+
+def _known_costs(context: RankContext, settings: Settings, known: list[Block] | None) -> list[Block] | None:
+    """Collective. The costs that the first rank which has some has measured; None if no rank has any.
+
+    In a recovery all ranks wait, and measuring a large model takes longer than to move its state.
+    """
+    mine = None if known is None else [dataclasses.astuple(one) for one in known]
+    found = next(filter(None, all_gather_object(context.communicator, mine, settings.timeout_s)), None)
+    return None if found is None else [Block(*row) for row in found]
 
 
 def _broadcast_costs(context: RankContext, settings: Settings, costs: list[Block]) -> list[Block]:

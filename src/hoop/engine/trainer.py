@@ -180,7 +180,8 @@ class Trainer:
         """``executor``, once there is one: a device that joins may get it in its first recovery."""
         self._setup_error: PeerError | None = None
         if joining and self._sharded is not None:
-            return  # the first recovery decides which part of the model this rank holds
+            self._sharded.initial_model = model  # the first recovery decides which part of it this rank holds
+            return
         self._set_up(job, model, resume, joining)
 
     @property

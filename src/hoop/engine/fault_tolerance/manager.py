@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoop.collectives.communicator import any_rank
 from hoop.collectives.rank_context import RankContext
@@ -30,11 +30,12 @@ from hoop.engine.fault_tolerance.local_persistence import StepLog
 from hoop.engine.fault_tolerance.recovery import agree_on_recovery, collect
 from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replicator, replicates_gradients
 from hoop.engine.fault_tolerance.state_slices import StateShard, shard_of_tensors, whole_state
-from hoop.engine.job import Job
+from hoop.engine.job import Job, blocks_of
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
-from hoop.engine.stage.state import StateVectors
+from hoop.engine.stage.state import StateVectors, release_tensors
+from hoop.errors import InternalError
 from hoop.membership.recovery import NO_STATE, RankStatus, RecoveryPlan
 from hoop.memory.commit_record import NO_STEP
 
@@ -65,6 +66,8 @@ class ShardedStateManager:
         self._saved = list(arena_shards)
         """Consistent versions of state that this rank can offer, in private memory."""
         self._fresh_start, self._joining, self._left_out, self._reshard_count = False, True, False, 0
+        self.initial_model: nn.Module | None = None
+        """The model that a device built before it joined the job, for its first partitioning."""
         self._first_size = 0
         """Number of ranks that the run began with; 0 if this rank joined later."""
 
@@ -85,8 +88,13 @@ class ShardedStateManager:
             self._saved = [shard_of_tensors(tensors, step)]
 
     def set_live(self, setup: TrainingSetup, step: int) -> None:
-        """The live state is that of ``setup``, after ``step`` steps."""
+        """The live state is that of ``setup``, after ``step`` steps. The rest of the model needs no memory here."""
         self._setup, self._live_step = setup, step
+        plan, rank, blocks = setup.plan, setup.executor.rank, blocks_of(setup.model)
+        if plan.stages > 1 and not plan.servers and setup.executor.update_device.type == "cpu":
+            ends = [*setup.bounds[1:], len(blocks)]
+            held = {one for stage in plan.held_by(rank) for one in range(setup.bounds[stage], ends[stage])}
+            release_tensors(block for index, block in enumerate(blocks) if index not in held)
 
     def ensure_replicated(self, context: RankContext) -> None:
         """Collective. Make sure my state is replicated before training goes on.
@@ -166,8 +174,14 @@ class ShardedStateManager:
         """
         settings, timeout = self._settings, self._settings.timeout_s
         self._save_and_free()
+        steps = [one.step for one in self._saved]
         self._vectors.append(self._vectors[0].child(f"cut{len(self._vectors)}."))
-        setup = prepare(context, settings, self._job, self._data, self._vectors[-1], resharding=True)
+        reused = self._model_without_weights(steps)
+        model, self.initial_model = reused or self.initial_model, None
+        costs = self._setup.blocks if self._setup is not None else None
+        setup = prepare(
+            context, settings, self._job, self._data, self._vectors[-1], resharding=True, model=model, known=costs
+        )
         offers = [(one.step, one.slices) for one in self._saved]
         if self._joining:
             # Later than any count so far, should no survivor know it: there was at most one per generation.
@@ -188,9 +202,11 @@ class ShardedStateManager:
         )
         whole = whole_state(setup.model, settings.optimizer.num_moments)
         plan = agree_on_recovery(context.communicator, status, whole, timeout)
+        if not plan.sources and reused is not None:
+            raise InternalError(f"the run begins again, and device {context.device} has state of the steps {steps}")
         if plan.sources:
             targets = setup.role.restore_targets(setup.model)
-            found, source = collect(context.communicator, plan, self._saved, targets, timeout)
+            found, source = collect(context, plan, self._saved, targets, timeout)
             setup.role.restore(setup.model, found, plan.step)
             plan = replace(plan, source="" if status.survived else source)
         if self._setup is not None:
@@ -198,6 +214,18 @@ class ShardedStateManager:
             setup.executor.extra_bytes_sent = self._setup.executor.bytes_sent
         self.set_live(setup, plan.step)
         return setup, plan
+
+    def _model_without_weights(self, steps: Sequence[int]) -> nn.Module | None:
+        """The model of the last partitioning, for the next one; None if it must be built again.
+
+        ``steps``: of the saved versions. With versions from after the first step only, no rank can go back to the
+        initial model, and every weight is loaded again: drawing millions of random numbers would only take time.
+        """
+        last = self._setup
+        if last is None or min(steps, default=0) < 2 or last.plan.servers or last.executor.update_device.type != "cpu":
+            return None  # servers restore a whole model, of which they hold slices
+        release_tensors(blocks_of(last.model))
+        return last.model
 
     def _save_and_free(self) -> None:
         """Copy every consistent version of the state out of the arena before freeing it.

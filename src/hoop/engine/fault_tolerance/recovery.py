@@ -36,10 +36,10 @@ from hoop.collectives.registry import Operation
 from hoop.collectives.shard_tree import MergePlan, merge_plan
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.local_persistence import InPlaceState
-from hoop.engine.fault_tolerance.state_slices import StateShard
+from hoop.engine.fault_tolerance.state_slices import Bytes, StateShard
 from hoop.engine.stage.state import StageState
 from hoop.errors import MembershipChanged, PeerError
-from hoop.membership.recovery import NO_STATE, OWN_ARENA, WHOLE, RankStatus, RecoveryPlan, agree
+from hoop.membership.recovery import NO_STATE, OWN_ARENA, WHOLE, RankStatus, RecoveryPlan, SliceSpec, agree
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan, split_evenly
@@ -64,7 +64,7 @@ def agree_on_recovery(
 
 
 def collect(
-    communicator: Communicator,
+    context: RankContext,
     plan: RecoveryPlan,
     shards: Sequence[StateShard],
     targets: Mapping[str, Tensor],
@@ -75,24 +75,39 @@ def collect(
     ``shards``: the slices that this rank has and offered in its status. Returns new tensors by name, and where they
     come from, for an event: devices, or ``OWN_ARENA`` if this rank lacked no slice.
     """
+    rank = context.rank
     mine = {spec: shard[spec] for shard in shards if shard.step == plan.step for spec in shard.slices if spec.bytes}
     found = {name: torch.empty_like(one).contiguous() for name, one in targets.items()}
     specs = [one for one in plan.sources if one.bytes]
     missing = [index for index, one in enumerate(specs) if one.name in found and one not in mine]
-    needed = {index for each in all_gather_object(communicator, missing, timeout) for index in each}
+    lacking: dict[int, list[int]] = {}
+    for one, indices in enumerate(all_gather_object(context.communicator, missing, timeout)):
+        for index in indices:
+            lacking.setdefault(index, []).append(one)
     for index, spec in enumerate(specs):
-        root = plan.sources[spec]
-        data = mine[spec].copy() if spec in mine else np.empty(spec.bytes, np.uint8)
-        if index in needed:
-            operation = Operation("broadcast", data.size, dtype("uint8"), root=root)
-            communicator.run(operation, data, data, timeout)
-        if spec.name in found:
-            flat = found[spec.name].view(-1)
-            elements = torch.from_numpy(data).view(flat.dtype)
-            flat[spec.low : spec.high] = elements
+        into = _slice_bytes(found[spec.name], spec) if spec.name in found else None
+        if spec in mine and into is not None:
+            into[:] = mine[spec]
+        # A slice goes only to the ranks that lack it; all ranks have the same order of slices.
+        members = sorted({plan.sources[spec], *lacking.get(index, ())})
+        if index in lacking and rank in members:
+            data = mine[spec] if rank == plan.sources[spec] else into
+            assert data is not None, "a rank lacks what it has a tensor for"
+            operation = Operation("broadcast", data.size, dtype("uint8"), root=members.index(plan.sources[spec]))
+            _group(context, members).run(operation, data, data, timeout)
     senders = sorted({plan.devices[plan.sources[specs[index]]] for index in missing})
     source = f"device{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}" if senders else OWN_ARENA
     return found, source
+
+
+def _slice_bytes(tensor: Tensor, spec: SliceSpec) -> Bytes:
+    """The bytes of a slice of a tensor, without a copy."""
+    elements: Bytes = tensor.view(-1)[spec.low : spec.high].view(torch.uint8).numpy()
+    return elements
+
+
+def _group(context: RankContext, members: Sequence[int]) -> Communicator:
+    return context.communicator if len(members) == context.size else context.group(members)
 
 
 # ---- data parallel
@@ -120,7 +135,7 @@ def synchronize_replicas(
     if communicator.rank in plan.new:
         state.invalidate()
         on_overwrite()
-    broadcast_state(executor, communicator, plan, timeout)
+    broadcast_state(executor, context, plan, timeout)
     state.commit(plan.step)
     return plan
 
@@ -169,21 +184,22 @@ def _counters(stage: StageState) -> np.ndarray[tuple[int], np.dtype[np.float32]]
     return np.array([float(one) for one in stage.layout.counters], np.float32)
 
 
-def broadcast_state(executor: PlanExecutor, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> None:
-    """Collective. Broadcasts weights, buffers, optimizer state and counters from ``plan.root`` to ``plan.new``."""
-    if not plan.new:
+def broadcast_state(executor: PlanExecutor, context: RankContext, plan: RecoveryPlan, timeout: float) -> None:
+    """Broadcasts weights, buffers, optimizer state and counters from ``plan.root`` to ``plan.new``.
+
+    Collective over these ranks. The others, which have the state, go on: with a large one, a copy that each of them
+    would drop costs as much as the one that is needed.
+    """
+    members = sorted({plan.root, *plan.new})
+    if not plan.new or context.rank not in members:
         return
     stage = executor.stage_states[0]
-    root = plan.root
-    vectors = [stage.state_array, *(moment.numpy() for moment in stage.moments)]
     counters = _counters(stage)
-    for vector in [*vectors, counters]:
+    for vector in [stage.state_array, *(moment.numpy() for moment in stage.moments), counters]:
         if vector.size:
-            # A rank that has the state receives into a copy, which it drops.
-            data = vector if communicator.rank == root or communicator.rank in plan.new else vector.copy()
-            operation = Operation("broadcast", data.size, dtype("float32"), root=root)
-            communicator.run(operation, data, data, timeout)
-    if communicator.rank in plan.new:
+            operation = Operation("broadcast", vector.size, dtype("float32"), root=members.index(plan.root))
+            _group(context, members).run(operation, vector, vector, timeout)
+    if context.rank in plan.new:
         for one, value in zip(stage.layout.counters, counters.tolist(), strict=True):
             one.fill_(value)
         executor.steps_updated = plan.step

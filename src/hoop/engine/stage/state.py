@@ -181,6 +181,15 @@ def bind_tensors(layout: StateLayout, state: Tensor) -> None:
             tensor.data = view
 
 
+def release_tensors(blocks: Iterable[nn.Module]) -> None:
+    """Give back the memory of the parameters and buffers that ``bind_tensors`` binds; their shapes and types stay.
+
+    Their values are lost: for blocks that another rank computes, or whose state is loaded again.
+    """
+    for tensor in StateLayout(blocks).tensors:
+        tensor.data = torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
+
+
 def shared_parameters(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """Return the pairs of blocks that share a parameter, and must therefore be in the same stage."""
     seen: dict[int, int] = {}
