@@ -50,6 +50,8 @@ from hoop.resources import available_cores
 from hoop.transport.base import SharedEndpoint
 
 REPEATS = 8
+BLOCK_S, MIN_RUNS = 0.25, 2
+"""A block that has been measured for this long, and this often, is not measured again."""
 SMALL_ELEMENTS, LARGE_ELEMENTS = 16, 1 << 16
 """Elements of the tensors that are sent."""
 
@@ -281,8 +283,10 @@ def _measure_block(
     """Return the seconds of forward and backward, the bytes of saved activations, and the outputs."""
     parameters = {one.data_ptr() for one in block.parameters()}
     forward, backward, activation_bytes = float("inf"), float("inf"), 0
-    outputs = inputs
-    for _ in range(repeats):
+    outputs, began = inputs, now()
+    for run in range(repeats):
+        if run >= MIN_RUNS and now() - began > BLOCK_S:  # all devices measure: a large model would start late
+            break
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
@@ -328,7 +332,10 @@ def _measure_chain(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) ->
     into = [[torch.empty_like(parameter) for parameter in block.parameters()] for block in blocks]
     forward: dict[int, list[float]] = {index: [] for index in stages}
     backward: dict[int, list[float]] = {index: [] for index in stages}
-    for _ in range(repeats + 1):
+    began = now()
+    for run in range(repeats + 1):
+        if run >= MIN_RUNS and now() - began > BLOCK_S * len(blocks):
+            break
         outputs, gradients = inputs, {}
         for index, block in enumerate(blocks):
             started = now()

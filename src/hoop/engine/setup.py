@@ -377,9 +377,7 @@ def _partition(
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory, replicas)
     if not resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
         needed = context.arena.used + _enough_memory(context, plan, found, costs, replicas)
-        copies = [0] * plan.size
-        if replicas:
-            copies = copies_bytes(plan, found, costs, context.hosts, context.persistent_memory, replicas)
+        copies = _copies_bytes(context, plan, found, costs, replicas)
         _check_snapshots(settings, plan, found, costs, memory, copies, needed)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
@@ -422,11 +420,18 @@ def _check_gpu_memory(
 
 def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> int:
     """Bytes that are enough for the state of every rank, with its replicas and two snapshots of its weights."""
-    copies = [0] * plan.size
-    if replicas:
-        copies = copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory, replicas)
+    copies = _copies_bytes(context, plan, fit, costs, replicas)
     snapshots = [2 * one for one in _snapshot_bytes(plan, fit, costs)]
     return max(map(sum, zip(fit.bytes, copies, snapshots, strict=True)))
+
+
+def _copies_bytes(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> list[int]:
+    """By rank: what it keeps to survive the loss of others: replicas, or in data parallel a second total buffer."""
+    if replicas:
+        return copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory, replicas)
+    elastic = context.wait_reassignment is not None and plan.size > 1 and fit.strategy.replicated
+    gradients = (one.weight_bytes if one.gradient_bytes is None else one.gradient_bytes for one in costs)
+    return [sum(gradients) if elastic else 0] * plan.size
 
 
 def _snapshot_bytes(plan: Plan, fit: Fit, costs: list[Block]) -> list[int]:

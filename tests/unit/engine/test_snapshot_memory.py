@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hoop.engine.fault_tolerance import checkpoint
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
 from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.settings import Settings
@@ -56,3 +57,23 @@ def test_snapshots_have_one_size_whatever_numbers_are_in_them(tmp_path: Path) ->
         _, metadata = deserialize(arena.read(arena.buffer("job1.snapshot1").address, size))
     assert metadata["evaluation"] == [100_000, 1, 1 / 3, 1 / 3]
     assert "padding" not in metadata
+
+
+def test_the_checksum_of_a_large_snapshot_is_made_while_its_tensors_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "LATER_BYTES", 0)
+    events: list[JobEvent] = []
+    weights = torch.arange(8.0)
+    with Arena.create(tmp_path / "arena", MIB) as arena:
+        publisher = SnapshotPublisher(arena, "job1.", events.append, "run")
+        publisher.publish({"w": weights}, 9, 10, False, 1, 2)
+        weights.zero_()
+        publisher.wait()
+        (event,) = events
+        assert isinstance(event, SnapshotTaken)
+        assert (event.steps, event.final, event.parts, event.turn, event.buffer) == (9, False, 1, 2, "job1.snapshot0")
+        tensors, metadata = deserialize(arena.read(arena.buffer(event.buffer).address, event.bytes))
+        publisher.close()
+    assert metadata[checkpoint.CHECKSUM_KEY] == event.sha256
+    assert tensors["w"].tolist() == list(range(8))

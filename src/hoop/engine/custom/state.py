@@ -128,7 +128,7 @@ class CustomState(StageState):
         self.trained = torch.zeros(0)
         self.moments = []
         self.total_buffer = vectors.new(f"{self._name}total", self.layout.total, self.layout.element)
-        self._rotations = 0
+        self._rotations, self._older_totals = 0, []
         self.total = self.total_buffer
         self.update_device = CPU
         self.buckets = [0, self.layout.trained]

@@ -35,7 +35,7 @@ from hoop.engine.stage.autograd import CPU, AutogradStage, Segments, Stage
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import Update, apply_update, make_update
 from hoop.engine.stage.provenance import ELEMENTS_PER_SHARD, Provenance, mark
-from hoop.errors import InternalError, InvalidArgument
+from hoop.errors import InternalError, InvalidArgument, OutOfMemory
 from hoop.memory import Arena
 from hoop.memory.commit_record import CommitRecord
 from hoop.memory.dtypes import DType, dtype
@@ -273,6 +273,8 @@ class StageState:
         self.total_buffer: Array = vectors.new(f"{name}total", layout.total if updates else 0)
         """Into which the all-reduce writes the total."""
         self._rotations = 0
+        self._older_totals: list[Array] = []
+        """Total buffers of earlier generations, oldest first."""
         self.total: Array = self.total_buffer
         """The total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
         self.update_device = update_device
@@ -405,11 +407,23 @@ class StageState:
             tail[SPEED + rank] = seconds
 
     def rotate_total_buffer(self) -> None:
-        """Write totals to another buffer from now on: a rank declared dead may still write to the current one."""
+        """Write totals to another buffer from now on: a rank declared dead may still write to the current one.
+
+        If the arena has no room for one more, it is the one that was used longest ago; the memory check at the start
+        counts two.
+        """
+        self._older_totals.append(self.total_buffer)
         self._rotations += 1
-        self.total_buffer = self._vectors.new(
-            f"{self._name}total{self._rotations % NUM_TOTAL_BUFFERS}", self.layout.total, self.layout.element
-        )
+        if self._rotations < NUM_TOTAL_BUFFERS:
+            try:
+                name = f"{self._name}total{self._rotations}"
+                self.total_buffer = self._vectors.new(name, self.layout.total, self.layout.element)
+            except OutOfMemory:
+                self._rotations = NUM_TOTAL_BUFFERS
+                if len(self._older_totals) == 1:
+                    raise
+        if self._rotations >= NUM_TOTAL_BUFFERS:
+            self.total_buffer = self._older_totals.pop(0)
         self.total = self.total_buffer
 
     # ---- the total, and the update
