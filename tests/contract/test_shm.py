@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import DeadlineExceeded
+from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import semaphore
 from hoop.transport.base import SharedEndpoint
@@ -50,6 +51,31 @@ def test_wait_for_peers_returns_once_the_peers_have_opened_its_memory() -> None:
         slow.may_accept.set()
         quick.close()
         slow.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_closed_endpoint_does_not_keep_the_memory_of_its_peers(tmp_path: Path) -> None:
+    """A task refers to its endpoints of all generations: the arena of a device that was lost could not be freed."""
+    here = Address(host_identity(), 0)
+
+    def mappings(arena: Arena) -> int:
+        return Path("/proc/self/maps").read_text().count(arena.path.name)
+
+    with Arena.create(tmp_path / "first", 1 << 20) as one, Arena.create(tmp_path / "second", 1 << 20) as other:
+        transports = [ShmTransport(here, one), ShmTransport(here, other)]
+        try:
+            peers = [transport.address for transport in transports]
+            first, second = (transport.endpoint(7, 1, rank, peers) for rank, transport in enumerate(transports))
+            for endpoint in (first, second):
+                assert isinstance(endpoint, SharedEndpoint)
+                endpoint.wait_for_peers(time.monotonic() + 10)
+            assert mappings(other) == 2  # its owner's and its peer's
+            first.close()
+            assert mappings(other) == 1
+            second.close()
+        finally:
+            for transport in transports:
+                transport.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -321,6 +321,7 @@ class ShmExecutor:
         It contains a barrier, which compares ``call``.
         """
         endpoint = self._endpoint
+        arenas = endpoint.arenas  # another thread may close the endpoint
         endpoint.publish_count += 1
         parity = endpoint.publish_count & 1
         # Words 0 and 1: offset + 1 of source and destination, or 0 if not in the arena; words 2 and 3: their elements.
@@ -335,7 +336,7 @@ class ShmExecutor:
             return None
         mapped: tuple[list[Array], list[Array]] = ([], [])
         for index, arrays in enumerate(mapped):
-            for arena, words in zip(endpoint.arenas, all_words, strict=True):
+            for arena, words in zip(arenas, all_words, strict=True):
                 assert arena is not None, "a rank that publishes an arena offset has an arena"
                 start, size = words[index] - 1, words[2 + index] * source.itemsize
                 arrays.append(arena[start : start + size].view(source.dtype))

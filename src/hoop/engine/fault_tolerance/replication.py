@@ -173,12 +173,21 @@ class Replica:
         offset, count = self._layout.vectors[number]
         return self._data[offset : offset + count].view(np.float32)
 
-    def receive_state(self, receive: Receive, step: int) -> None:
-        """Receives the owner's whole state after ``step``. Invalid until all of it has arrived."""
+    def receive_state(self, receive: Receive, step: int, arena: Bytes | None = None) -> None:
+        """Receives the owner's whole state after ``step``. Invalid until all of it has arrived.
+
+        ``arena``: the owner's, if it sends where in it each vector is; -1 for one that is elsewhere, and sent.
+        """
         self.shard.step = NO_STEP
-        for offset, count in self._layout.vectors:
-            if count:
-                receive(self._data[offset : offset + count].data)
+        places = np.full(len(self._layout.vectors), -1, np.int64)
+        if arena is not None and places.size:
+            receive(places.view(np.uint8).data)
+        for (offset, count), place in zip(self._layout.vectors, places.tolist(), strict=True):
+            into = self._data[offset : offset + count]
+            if arena is not None and place >= 0:
+                np.copyto(into, arena[place : place + count])
+            elif count:
+                receive(into.data)
         self.shard.step = step
 
     def schedule_update(self, step: int, rate: float) -> None:
@@ -272,7 +281,7 @@ class Replicator:
         gradients = self._sent_state and self._incremental
         self.apply_updates()
         if self._holders:
-            arrays = self._outgoing() if gradients else self._layout()[1]
+            arrays = self._outgoing() if gradients else self._whole_state()
             for holder in self._holders:
                 for array in arrays:
                     if array.nbytes:
@@ -284,9 +293,26 @@ class Replicator:
                 replicas[0].schedule_update(step, rate)
             else:
                 replicas.append(replicas.pop(0))
-                replicas[-1].receive_state(receive, step)
+                replicas[-1].receive_state(receive, step, self._arenas[owner] if self._copies_directly else None)
         self._endpoint.flush(deadline)
         self._sent_state = True
+
+    @property
+    def _copies_directly(self) -> bool:
+        """Whether holders copy a state from its owner's arena: no update may come before they have."""
+        return bool(self._arenas) and self._incremental
+
+    def _whole_state(self) -> list[Array]:
+        """This rank's state: its vectors, or their places in this rank's arena and those that are not in it."""
+        arrays: list[Array] = [*self._layout()[1]]
+        if not self._copies_directly:
+            return arrays
+        arena = self._arenas[self._endpoint.rank]
+        places = np.array([_address(one) - _address(arena) for one in arrays], np.int64)
+        places[(places < 0) | (places >= arena.nbytes)] = -1
+        inside = sum(one.nbytes for one, place in zip(arrays, places.tolist(), strict=True) if place >= 0)
+        self._role.executor.extra_bytes_sent += len(self._holders) * inside
+        return [places, *(one for one, place in zip(arrays, places.tolist(), strict=True) if place < 0)]
 
     def _outgoing(self) -> list[Array]:
         """This step's gradients, or their offsets in this rank's arena if holders have it mapped; then counters."""
