@@ -17,7 +17,7 @@ CAPACITY = 1 << 20
 
 
 def addresses(stage: StageState, rotations: int) -> list[int]:
-    """Where the total is before and after each of so many losses."""
+    """Where the total is before and after each loss."""
     found = [stage.total_buffer.ctypes.data]
     for _ in range(rotations):
         stage.rotate_total_buffer()
@@ -31,7 +31,7 @@ def make_stage(arena: Arena) -> StageState:
 
 
 def fill(arena: Arena, stage: StageState, totals: int) -> None:
-    """Leave room for so many total buffers."""
+    """Leave room for this number of total buffers."""
     free = arena.capacity - arena.used - totals * stage.total_buffer.nbytes
     arena.allocate("other", free - free % 64)
 
