@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hoop.native.library import EndpointState, NativeLibrary, addresses
 from hoop.transport.call_check import Call
-from hoop.transport.semaphore import YIELDS
+from hoop.transport.semaphore import yields_before_sleep
 from hoop.transport.shm_segment import ShmSegment, barrier_rounds
 
 _PREPARED_FINGERPRINTS = 1024
@@ -32,7 +32,7 @@ class NativeBarrier:
             size=size,
             rounds=rounds,
             polls=polls,
-            yields=YIELDS,
+            yields=yields_before_sleep(polls),
             own_rounds=ctypes.addressof(own),
             peer_rounds=ctypes.addressof(peer),
             entered=ctypes.addressof(entered),

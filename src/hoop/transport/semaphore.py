@@ -32,6 +32,9 @@ _MAX_VALUE = 2**31 - 1
 _MAX_SLEEP_S = 0.5
 """Longest sleep in one call: the semaphore's own timeout follows the wall clock, which may jump."""
 YIELDS = 100
+"""How often a rank that has a core of its own yields it before it sleeps."""
+YIELDS_ON_SHARED_CORES = 10
+"""The same where ranks share cores: there a yield costs the rank that computes a change of context, again and again."""
 
 
 def _has_unnamed_semaphores() -> bool:
@@ -89,10 +92,11 @@ class Semaphore:
         """Acquires a post, waiting for one until the deadline; false if there was none.
 
         It first spins, for peers that run on other cores. After every ``spins`` attempts it yields its core, for peers
-        that need it: a rank that spins on the core of the peer it waits for would delay itself. Then it sleeps.
+        that need it: a rank that spins on the core of the peer it waits for would delay itself. Then it sleeps: after
+        fewer yields where ranks share cores (``spins`` is 0).
         """
         acquire = self.acquire
-        for _ in range(YIELDS):
+        for _ in range(yields_before_sleep(spins)):
             for _ in range(spins):
                 if acquire(False):
                     return True
@@ -116,6 +120,11 @@ def _address(place: Bytes) -> int:
 def in_segment() -> bool:
     """Whether semaphores are stored in segments; then the native core can use them."""
     return _LIBC is not None
+
+
+def yields_before_sleep(spins: int) -> int:
+    """How often a rank yields its core before it sleeps, by how often it polls before each yield."""
+    return YIELDS if spins else YIELDS_ON_SHARED_CORES
 
 
 def spins_before_yield(ranks: int) -> int:
