@@ -56,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
             (Path(folder) / "mnist" / name).write_bytes(header + array.tobytes())
 
 
+# Until all tests are collected: nearly all that imports and parameters make stays.
+gc.disable()
+
 # A forked child must not garbage-collect objects of its parent: a destructor of grpc.aio would wait for its poller
 # thread, which does not exist in the child. (hoop.launch.forked.fork does the same.)
 os.register_at_fork(after_in_child=gc.freeze)
@@ -205,6 +208,7 @@ def pytest_collection_finish() -> None:
     """Excludes all that exists before the first test from garbage collection, of which a full one took 0.1 s."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 SLOW_FIRST = (

@@ -26,6 +26,8 @@ PROGRAM, CLIENT = (Path(__file__).with_name(name) for name in ("preload_server.p
 HOOP = [sys.executable, "-m", "hoop"]
 READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GRPC_", "TORCH", "CUDA_", "LANG", "LC_", "HOOP_LOG")
 """Beginnings of the names of environment variables that are read by Python's start or by an import."""
+SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_DETERMINISTIC")
+"""Variables that PyTorch's compiler and Hoop's engine set in their own process, whatever it inherited."""
 
 
 class Server:
@@ -86,7 +88,11 @@ class Server:
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that must be the server's."""
-    return {name: text for name, text in environment.items() if name.startswith(READ_AT_IMPORT)}
+    return {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(READ_AT_IMPORT) and name not in SET_BY_IMPORTS
+    }
 
 
 SERVER = Server()

@@ -134,3 +134,13 @@ def test_an_environment_that_changes_imports_needs_a_real_start(variable: str, t
     with preloaded.Popen([*preloaded.HOOP, "--version"], env=environment, stdout=subprocess.DEVNULL) as process:
         assert parent_of(process) == os.getpid()
     assert process.returncode == 0
+
+
+def test_variables_that_an_import_sets_in_this_process_do_not_prevent_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every command after the first optimizer in this process, or with a copy from before it, is started anew."""
+    before = dict(os.environ)
+    for name in preloaded.SET_BY_IMPORTS:
+        before.pop(name, None)
+        monkeypatch.setenv(name, "1")
+    assert preloaded.SERVER.serves(before)
+    assert preloaded.SERVER.serves(os.environ)
