@@ -21,6 +21,7 @@ from pathlib import Path
 
 import preloaded
 import pytest
+from preload_server import read_at_import
 
 GRACE_S = 30.0
 """How long threads, processes and files may take to disappear after a test."""
@@ -28,6 +29,9 @@ GRACE_S = 30.0
 # Workers share the cores: a second thread of PyTorch in each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HOOP_NO_REPORT"] = "1"  # 2 s a run; tests of reports set it to 0
+
+ENVIRONMENT = read_at_import(os.environ)
+"""A command with other values of these variables is not forked (tests/preloaded.py): no test may leave one changed."""
 
 MARK = "HOOP_TEST_SESSION"
 """An environment variable. Child processes inherit it, so that an orphan can be traced to its session."""
@@ -55,9 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
             header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)  # an IDX file of bytes
             (Path(folder) / "mnist" / name).write_bytes(header + array.tobytes())
 
-
-# Until all tests are collected: nearly all that imports and parameters make stays.
-gc.disable()
 
 # A forked child must not garbage-collect objects of its parent: a destructor of grpc.aio would wait for its poller
 # thread, which does not exist in the child. (hoop.launch.forked.fork does the same.)
@@ -179,9 +180,18 @@ def is_foreign(path: str) -> bool:
     return False
 
 
+def variables() -> dict[Hashable, str]:
+    """Changed variables of the environment that commands inherit and that imports read."""
+    return {
+        ("variable", name, text): f"environment variable {name}={text}"
+        for name, text in read_at_import(os.environ).items()
+        if ENVIRONMENT.get(name) != text
+    }
+
+
 def present() -> dict[Hashable, str]:
     """Everything that a test could leave behind, each with a description."""
-    return {**threads(), **processes(), **sockets(), **files()}
+    return {**threads(), **processes(), **sockets(), **files(), **variables()}
 
 
 def left_behind(before: dict[Hashable, str], grace_s: float = GRACE_S) -> list[str]:
@@ -204,8 +214,15 @@ def leaves_nothing_behind() -> Iterator[None]:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
 
 
+def pytest_collection() -> None:
+    """Nothing is garbage-collected until all tests are collected: nearly all that imports and parameters make stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Excludes all that exists before the first test from garbage collection, of which a full one took 0.1 s."""
+    if changed := variables():
+        raise pytest.UsageError(f"set by an import of a test: {', '.join(changed.values())}; import it in the test")
     gc.collect()
     gc.freeze()
     gc.enable()

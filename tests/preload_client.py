@@ -17,8 +17,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from preload_server import SIGNALS, forkable, report, send, started
-from preloaded import read_at_import
+from preload_server import SIGNALS, forkable, read_at_import, report, send, started
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ the command's standard streams and of its status pipe. Several processes may sen
 end of the control socket this process exits. It never opens gRPC, runs PyTorch or starts a thread: none of them
 survives a fork.
 
-``hoop up`` and others (``STARTERS``) start their processes in the same way: from a fork of this process that
-was made before they opened gRPC.
+``hoop up``, ``hoop run`` and others (``STARTERS``) start their processes in the same way: from a fork of this process
+that was made before they opened gRPC.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import pkgutil
@@ -32,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 LEFT_OUT = ("hoop.__main__", "hoop.lab.", "hoop.torch_backend")
@@ -47,14 +48,23 @@ LATE = (
     "typer._adapters",
 )
 """What packages import at the first use, where they have it."""
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REQUEST_BYTES = 1 << 20
 CLONE_NEWNET = 0x40000000
 NETNS = ["ip", "netns", "exec"]
 """A command in a network namespace begins so; its name follows."""
-STARTERS = (["-m", "hoop", "up"], ["-m", "hoop", "chaos"])
+STARTERS = (["-m", "hoop", "up"], ["-m", "hoop", "chaos"], ["-m", "hoop", "run"])
 STARTING_FILES = ("examples/lab_client.py", "examples/lab_training.py")
 """Commands and files that start Hoop processes."""
+DIES_WITH_PARENT = ["-I", "-S", "-c"]
+"""A rank of ``hoop run`` begins so, after Python: then a program that lets the rank die with its parent, the pid of
+that parent, and the command of the rank."""
+READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GRPC_", "TORCH", "CUDA_", "LANG", "LC_", "HOOP_LOG")
+"""Beginnings of the names of environment variables that are read by Python's start or by an import."""
+READ_LATER = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_DETERMINISTIC")
+"""Those that need no real start: a forked command obeys the first; PyTorch's compiler and Hoop's engine set the others
+in their own process, whatever it inherited."""
 
 
 # ---- requests
@@ -67,10 +77,11 @@ def send(
     environment: Mapping[Any, Any] | None,
     start_new_session: bool,
     streams: list[int],
+    dies_with: int = 0,
 ) -> int:
     """Requests a command that inherits from this process as a child does; returns the read end of its status pipe.
 
-    ``words``: what ``forkable`` accepts.
+    ``words``: what ``forkable`` accepts. ``dies_with``: the pid of its parent, if it is to be killed when that dies.
     """
     given = os.environ if environment is None else environment
     netns = words[3] if words[:3] == NETNS else ""
@@ -80,6 +91,7 @@ def send(
         "cwd": os.path.abspath(os.fsdecode(cwd or ".")),
         "env": {os.fsdecode(name): os.fsdecode(text) for name, text in given.items()},
         "start_new_session": start_new_session,
+        "dies_with": dies_with,
         "ignored": [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
     }
     status, theirs = os.pipe()
@@ -102,6 +114,13 @@ def forkable(words: list[str]) -> bool:
     return program == [sys.executable] and (
         (first, second) == ("-m", "hoop") or first == "-c" or (first.endswith(".py") and first[0] != "-")
     )
+
+
+def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that must be the server's."""
+    return {
+        name: text for name, text in environment.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
+    }
 
 
 def report(status: int) -> str:
@@ -219,6 +238,12 @@ def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     *streams, status = descriptors
     for stream, descriptor in enumerate(streams):
         os.dup2(descriptor, stream)
+    if request["dies_with"]:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != request["dies_with"]:
+            os._exit(128 + signal.SIGTERM)
+    if request["env"].get("PYTHONUNBUFFERED"):
+        sys.stdout, sys.stderr = _unbuffered(sys.stdout), _unbuffered(sys.stderr)
     os.write(status, f"started {os.getpid()}\n".encode())
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     if request["netns"]:
@@ -228,6 +253,11 @@ def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
         _fork_devices()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return arguments
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    raw = io.FileIO(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
 
 
 def _enter(netns: str) -> None:
@@ -256,12 +286,14 @@ def _fork_devices() -> None:
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute_child(self: Any, args: Any, *others: Any) -> None:
-        words = list(map(os.fsdecode, args)) if isinstance(args, list | tuple) else []
-        if not forkable(words):
+        words, dies_with = list(map(os.fsdecode, args)) if isinstance(args, list | tuple) else [], 0
+        if words[1:4] == DIES_WITH_PARENT and len(words) > 6:
+            words, dies_with = words[6:], int(words[5])
+        _, _, _, _, cwd, environment, _, _, _, *pipes, _, _, _, _, _, start_new_session, _ = others
+        if not forkable(words) or read_at_import(environment or os.environ) != read_at_import(os.environ):
             start(self, args, *others)
             return
-        _, _, _, _, cwd, environment, _, _, _, *pipes, _, _, _, _, _, start_new_session, _ = others
-        status = send(ours, words, cwd, environment, start_new_session, inherited(pipes))
+        status = send(ours, words, cwd, environment, start_new_session, inherited(pipes), dies_with)
         self._close_pipe_fds(*pipes)
         self.pid = started(status)
         self._child_created = True

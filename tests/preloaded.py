@@ -20,14 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preload_server import control_sockets, forkable, inherited, report, send, started
+from preload_server import control_sockets, forkable, inherited, read_at_import, report, send, started
 
 PROGRAM, CLIENT = (Path(__file__).with_name(name) for name in ("preload_server.py", "preload_client.py"))
 HOOP = [sys.executable, "-m", "hoop"]
-READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GRPC_", "TORCH", "CUDA_", "LANG", "LC_", "HOOP_LOG")
-"""Beginnings of the names of environment variables that are read by Python's start or by an import."""
-SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_DETERMINISTIC")
-"""Variables that PyTorch's compiler and Hoop's engine set in their own process, whatever it inherited."""
 
 
 class Server:
@@ -84,15 +80,6 @@ class Server:
         if os.getpid() == owner and self._control is not None:
             self._control.close()
             process.wait()
-
-
-def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that must be the server's."""
-    return {
-        name: text
-        for name, text in environment.items()
-        if name.startswith(READ_AT_IMPORT) and name not in SET_BY_IMPORTS
-    }
 
 
 SERVER = Server()

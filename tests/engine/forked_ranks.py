@@ -75,7 +75,7 @@ class Outcome:
 @cache
 def import_for_ranks() -> None:
     """Loads, before the first fork, what every rank would otherwise load by itself."""
-    for name in ("numpy.ctypeslib", "numpy.random"):
+    for name in ("numpy.ctypeslib", "numpy.random", "torch._dynamo"):  # PyTorch's optimizers import the last one
         importlib.import_module(name)
     environment.versions()
 

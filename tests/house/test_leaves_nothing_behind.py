@@ -73,6 +73,16 @@ def test_a_file_is_found(leaks: Callable[..., str]) -> None:
     assert leaks(LONG_S) == ""
 
 
+def test_a_variable_that_imports_read_is_found(leaks: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of later tests would inherit it, and would not be forked."""
+    monkeypatch.setenv("HOOP_DATA", "/nowhere")
+    assert leaks(LONG_S) == ""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    assert leaks() == "environment variable OPENBLAS_NUM_THREADS=1"
+    monkeypatch.undo()
+    assert leaks(LONG_S) == ""
+
+
 if ON_LINUX:
 
     def test_a_named_semaphore_is_found(leaks: Callable[..., str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import preloaded
 import pytest
 from interrupts import interrupts
+from preload_server import READ_LATER
 
 import hoop
 
@@ -139,7 +140,7 @@ def test_an_environment_that_changes_imports_needs_a_real_start(variable: str, t
 def test_variables_that_an_import_sets_in_this_process_do_not_prevent_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every command after the first optimizer in this process, or with a copy from before it, is started anew."""
     before = dict(os.environ)
-    for name in preloaded.SET_BY_IMPORTS:
+    for name in READ_LATER:
         before.pop(name, None)
         monkeypatch.setenv(name, "1")
     assert preloaded.SERVER.serves(before)
