@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 UP = ("--devices", "3", "--memory", "64MiB")
 WITHIN_S = 120.0
+ENDLESS = ("--epochs", 100_000, "--json", "--set", "slowdown=[20, 20]")
+"""Options of a run that is stopped. Its devices sleep most of the time: the page needs the cores."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -298,7 +300,7 @@ def test_the_page_shows_each_devices_time_shards_and_bytes_while_a_job_trains(
     up = start("up", "--devices", 2, "--memory", "64MiB", "--dashboard", 0)
     assert up.first_line
     url = up.line().removeprefix("dashboard ")
-    job = start("train", "mnist", "-c", up.address, "--epochs", 100_000, "--json", "--shards", 6)
+    job = start("train", "mnist", "-c", up.address, *ENDLESS, "--shards", 6)
 
     def has_each_shard_once(document: Document) -> bool:
         """Not while the load balancer moves one: the devices' heartbeats come one after the other."""
@@ -337,7 +339,7 @@ def test_links_over_tcp_have_their_bytes(start: Start, connect: Callable[..., ho
         # With an advertised address a device shares no memory with others.
         data = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}")
         assert start("device", "--join", coordinator.address, "--memory", "64MiB", *data).first_line
-    job = start("train", "mnist", "-c", coordinator.address, "--epochs", 100_000, "--json")
+    job = start("train", "mnist", "-c", coordinator.address, *ENDLESS)
     cluster = connect(coordinator.address)
     deadline = time.monotonic() + WITHIN_S
     view = ClusterView()
@@ -351,7 +353,7 @@ def test_links_over_tcp_have_their_bytes(start: Start, connect: Callable[..., ho
 
 
 def test_hoop_train_shows_its_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start("train", "mnist", "--devices", 2, "--epochs", 100_000, "--json", "--dashboard", 0)
+    run = start("train", "mnist", "--devices", 2, *ENDLESS, "--dashboard", 0)
     deadline = time.monotonic() + WITHIN_S
     while not (found := re.findall(r"^dashboard (\S+)$", run.errors, re.MULTILINE)):
         assert time.monotonic() < deadline, run.errors
