@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -221,6 +222,50 @@ def test_vectors_in_arenas_have_the_bits_of_numpy(tmp_path: Path, size: int) -> 
             results.append(on_all(ranks, direct_and_ordered))
             assert all((native_of(comm) is not None) == native for comm, _ in ranks)
     assert results[0] == results[1]
+
+
+class Pieces:
+    """Work in pieces; ``begun`` is set with the first one."""
+
+    def __init__(self, count: int, begun: threading.Event) -> None:
+        self.seconds, self.done, self._count, self._begun = 0.0, 0, count, begun
+
+    def __call__(self) -> bool:
+        if self.done == self._count:
+            return False
+        started = time.perf_counter()
+        self.done += 1
+        self._begun.set()
+        self.seconds += time.perf_counter() - started
+        return True
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_core), False])
+@pytest.mark.parametrize("pieces", [1, 50])
+def test_a_rank_works_while_it_waits_in_an_ordered_sum(tmp_path: Path, native: bool, pieces: int) -> None:
+    """Rank 1 comes once rank 0 has begun its work. The sum is the same."""
+    begun = threading.Event()
+    works = [Pieces(pieces, begun), Pieces(0, begun)]
+    holdings = [merge_plan([0, 1], 3), merge_plan([2], 3)]
+
+    def reduce(comm: Communicator, arena: Arena) -> bytes:
+        kind = DTYPES["float32"]
+        slots = arena.array(arena.allocate("slots", 2 * 1000 * 4).address, kind, 2000).reshape(2, 1000)
+        output = arena.array(arena.allocate("output", 1000 * 4).address, kind, 1000)
+        all_reduce = OrderedAllReduce(comm, holdings, 3, slots, output, deadline_in())
+        for value in (1.0, 2.0):
+            slots[:] = value + comm.rank
+            if comm.rank == 1:
+                assert begun.wait(LONG_S), "rank 0 works while it waits"
+            waited = all_reduce(deadline_in(), works[comm.rank])
+            assert 0 <= waited < LONG_S
+            assert (output == 2 * value + 1).all()
+        return b""
+
+    with ranks_with_arenas(tmp_path, 2, native) as ranks:
+        on_all(ranks, reduce)
+    assert 1 <= works[0].done <= pieces
+    assert works[1].done == 0
 
 
 def test_the_steps_of_a_sum_never_write_to_an_operand() -> None:

@@ -28,13 +28,15 @@ from hoop.native.library import (
     Step,
     addresses,
 )
-from hoop.transport.base import SharedEndpoint
+from hoop.transport.base import SharedEndpoint, WaitingWork
 from hoop.transport.call_check import Call
 from hoop.transport.shm_segment import SLOT_BYTES, STAGE_BYTES
 
 FLAT_READ_BYTES = 16 * 1024
 """Up to this many bytes read from peers, it costs less to read all vectors than to pass a second barrier."""
 _LINE_BYTES = 64
+_ARRIVING = 1
+"""The phase in which a call waits for all ranks to publish."""
 
 
 def flat_bytes(ranks: int) -> int:
@@ -193,11 +195,40 @@ class NativeOrderedSum(_NativeReduction):
         state.targets = ctypes.addressof(targets)
         state.steps, state.steps_count = ctypes.addressof(additions), len(steps)
         super().__init__(endpoint, call, state, parts, targets, additions, temporaries, slots, outputs)
+        self._worked_s = 0.0
+
+    def run(self, deadline: float, work: WaitingWork | None = None) -> None:
+        """Runs it on the vectors in its state; ``work`` is done while it waits."""
+        self._worked_s = 0.0
+        code = self._all_reduce(self._pointer) if work is None else self._run_with(work)
+        if code:
+            self.finish(code, deadline)
+
+    def _run_with(self, work: WaitingWork) -> int:
+        """Runs it with pieces of work in place of polling; returns the library's code."""
+        native, state = self._endpoint.native, self._state
+        assert native is not None, "it has the native core"
+        yields, native.state.yields = native.state.yields, 0
+        try:
+            code = self._all_reduce(self._pointer)
+            while code == AGAIN:
+                arriving, before = state.phase == _ARRIVING, work.seconds
+                more = work()
+                self._worked_s += work.seconds - before if arriving else 0.0
+                if not more:
+                    break
+                code = self._all_reduce(self._pointer)
+        except BaseException:
+            state.phase = state.start = 0
+            raise
+        finally:
+            native.state.yields = yields
+        return self._all_reduce(self._pointer) if code == AGAIN else code
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the last call waited for the other ranks to arrive."""
-        return self._state.waited_ns * 1e-9
+        """Seconds that the last call waited for the other ranks to arrive, without those spent in its work."""
+        return max(0.0, self._state.waited_ns * 1e-9 - self._worked_s)
 
 
 def sum_steps(expression: Sum) -> tuple[list[Leaf], list[tuple[int, int, int]], int, int]:

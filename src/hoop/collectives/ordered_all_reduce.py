@@ -35,7 +35,7 @@ from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.selection import spans_hosts
 from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, sum_expression
 from hoop.memory.dtypes import dtype
-from hoop.transport.base import SharedEndpoint
+from hoop.transport.base import SharedEndpoint, WaitingWork
 from hoop.transport.call_check import Call
 
 _BLOCK = 64 * 1024
@@ -136,7 +136,7 @@ class OrderedAllReduce:
         self.bytes_moved = 0
         """Bytes read from and written to other ranks' memory so far; the endpoint counts bytes sent over links."""
         self._bytes_per_call = 0
-        self._barrier: Callable[[float, Call | None], None] | None = None
+        self._barrier: Callable[[float, Call | None, WaitingWork | None], None] | None = None
         """The endpoint's barrier if vectors are mapped; None if they are sent over links, or there is one rank."""
         self._multi_host: MultiHostSum | None = None
         """The sum of ranks on several hosts, if some of them share a host."""
@@ -171,27 +171,31 @@ class OrderedAllReduce:
         endpoint = communicator.endpoint
         if endpoint.native is not None and supports(output.dtype.name):
             self._native = NativeOrderedSum(endpoint, self._call, expression, rows, destinations, own)
-            self._sum = self._native.run
             return
         self._sum = _build_sum(expression, rows, destinations, slice(*own))
 
-    def __call__(self, deadline: float) -> float:
-        """Sums; returns the seconds that this rank waited for the others to arrive."""
+    def __call__(self, deadline: float, work: WaitingWork | None = None) -> float:
+        """Sums; returns the seconds that this rank waited for the others to arrive, without those spent in ``work``.
+
+        ``work``: other work of this rank, done while it waits for ranks that share memory with it.
+        """
         if self._multi_host is not None:
             self.bytes_moved += self._multi_host.bytes_per_call
             return self._multi_host(deadline)
         if self._native is not None:
-            self._native.run(deadline)
+            self._native.run(deadline, work)
             self.bytes_moved += self._bytes_per_call
             return self._native.waited_s
         if self._barrier is None:
             self._sum(deadline)
             return 0.0
-        started = time.perf_counter()
-        self._barrier(deadline, self._call)
+        started, worked = time.perf_counter(), work.seconds if work is not None else 0.0
+        self._barrier(deadline, self._call, work)
         waited = time.perf_counter() - started
+        if work is not None:
+            waited -= work.seconds - worked
         self._sum(deadline)
-        self._barrier(deadline, None)
+        self._barrier(deadline, None, work)
         self.bytes_moved += self._bytes_per_call
         return waited
 

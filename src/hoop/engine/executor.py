@@ -25,6 +25,7 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.gradient_slots import max_gradient_slots
+from hoop.engine.load_ahead import LoadAhead
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
@@ -35,6 +36,7 @@ from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
+from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
@@ -200,6 +202,9 @@ class PlanExecutor:
         }
         self._metrics: dict[int, ShardMetrics] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
+        self._load_ahead: LoadAhead | None = None
+        self._loaded_ahead = 0.0
+        """Seconds of the current instruction in which this rank loaded samples of the next step."""
         slow = settings.slowdown
         self.extra_slowdown: float = slow[context.rank] - 1 if context.rank < len(slow) else 0
         """For experiments: seconds to sleep for each second of computation."""
@@ -254,7 +259,7 @@ class PlanExecutor:
         They refer to this object: with them, an ended job's model and data would stay until a garbage collection.
         """
         self._close_reducers()
-        self._handlers, self._batched = {}, None
+        self._handlers, self._batched, self._load_ahead = {}, None, None
         for stage_state in self.stage_states.values():
             stage_state.close()
 
@@ -277,7 +282,7 @@ class PlanExecutor:
         ``holdings``: the tree nodes that each rank will hold, if ranks have already computed shards of the step.
         """
         deadline = time.monotonic() + self.settings.timeout_s
-        self.plan = plan
+        self.plan, rest_of_step = plan, holdings is not None
         self.extra_bytes_sent += sum(one.bytes_moved for one in self._reducers.values())
         self._close_reducers()
         for stage, stage_state in sorted(self.stage_states.items()):
@@ -297,6 +302,9 @@ class PlanExecutor:
         gradients = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
         self._final_gradient = gradients[-1] if gradients else None
         self._num_shards = len({one.micro for one in gradients})
+        # A plan for the rest of a step says nothing about the next step.
+        first = self._program[0][::3] if self._program and not rest_of_step else []
+        self._first_load = [one for one in first if one.kind is InstructionKind.LOAD]
 
     # ---- a step
 
@@ -330,9 +338,11 @@ class PlanExecutor:
                 batched(run, self.add_compute_time, self._on_batched_shard)
                 continue
             for instruction in run:
-                started, self._waited = now(), 0.0
+                started, self._waited, self._loaded_ahead = now(), 0.0, 0.0
                 handlers[instruction.kind](instruction)
-                profiler.record(instruction, started, now(), self._waited)
+                if self._loaded_ahead:
+                    profiler.record_ahead(self._first_load[0], started, self._loaded_ahead)
+                profiler.record(instruction, started + self._loaded_ahead, now(), self._waited)
         self.channel.endpoint.flush(self._deadline)
 
     def register_handlers(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
@@ -459,8 +469,22 @@ class PlanExecutor:
                 move=self.context.reassignment_ready(),
             )
 
+    def load_ahead(self, next_step: Callable[[int], StepWork | None]) -> None:
+        """Load samples of the next step while this rank waits for the others, in data parallel training.
+
+        ``next_step(done)``: the step after ``done`` steps; None: do not load for it.
+        """
+        if self.plan.stages == 1 and not self.plan.servers and self.feed.can_load_ahead:
+            self._load_ahead = LoadAhead(self.feed, next_step)
+
     def _reduce(self, instruction: Instruction) -> None:
-        self._waited = self._reducers[instruction.stage](self._deadline)
+        reducer, ahead = self._reducers[instruction.stage], self._load_ahead
+        if ahead is None:
+            self._waited = reducer(self._deadline)
+            return
+        ahead.begin(self._position.done + 1, [one.micro for one in self._first_load], self.plan.num_microbatches)
+        self._waited = reducer(self._deadline, ahead)
+        self._loaded_ahead = ahead.seconds
 
     def _update(self, instruction: Instruction) -> None:
         if self.gradient_scale is None:

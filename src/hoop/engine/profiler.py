@@ -48,6 +48,13 @@ class InstructionProfiler:
                 self.spans.append(("wait", "wait", started, waited))
             self.spans.append((str(instruction), category, started + waited, ended - started - waited))
 
+    def record_ahead(self, load: Instruction, started: float, seconds: float) -> None:
+        """Record the part of a load of the next step that was done while this rank waited for others.
+
+        In the trace it is the first part of the instruction that waited, which ``record`` adds without it.
+        """
+        self._record_span(str(load), CATEGORY[load.kind], started, started + seconds)
+
     def record_overhead(self) -> None:
         """Trace the time since the last recorded work: what the training loop does between two steps."""
         self._trace_overhead(now())

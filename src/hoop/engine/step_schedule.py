@@ -65,6 +65,12 @@ class StepSchedule:
             works.append(StepWork(Position(epoch, one, number), self._samples(epoch, one), self.rate(number)))
         return works
 
+    def next_in_epoch(self, done: int) -> StepWork | None:
+        """The step after ``done`` steps, if it belongs to the same epoch as the one before it; else None."""
+        if done >= self.total_steps or done % self.steps_per_epoch == 0:
+            return None
+        return self.next_steps(done, 1)[0]
+
     def _samples(self, epoch: int, step: int) -> Indices:
         size = self._settings.batch_size
         if self._settings.shuffle:

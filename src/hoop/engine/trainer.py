@@ -231,6 +231,8 @@ class Trainer:
         self._activity.attach(setup.executor)
         self._context.publish_activity(self._activity)
         self._role.attach_provenance(self._provenance)
+        if self._sharded is None:
+            setup.executor.load_ahead(self._schedule.next_in_epoch)
         self._balancer = load_balancer_for(
             setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
         )

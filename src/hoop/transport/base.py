@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
@@ -154,6 +155,16 @@ class Endpoint(ABC):
         )
 
 
+class WaitingWork(Protocol):
+    """Work of a rank that can be done while it waits for other ranks, in pieces."""
+
+    seconds: float
+    """Time spent in it so far."""
+
+    def __call__(self) -> bool:
+        """Does a piece, which must be short: the other ranks may have arrived meanwhile. False: nothing is left."""
+
+
 class SharedEndpoint(Endpoint):
     """Links between ranks that map each other's memory."""
 
@@ -178,10 +189,11 @@ class SharedEndpoint(Endpoint):
         """Returns when this rank has mapped every peer's memory."""
 
     @abstractmethod
-    def barrier(self, deadline: float, call: Call | None = None) -> None:
+    def barrier(self, deadline: float, call: Call | None = None, work: WaitingWork | None = None) -> None:
         """Returns when every rank has entered; memory that a rank wrote before is visible to all ranks afterwards.
 
         With a ``call``, which all ranks must then pass, every rank raises CollectiveMismatch if any two calls differ.
+        ``work``: is done, piece by piece, while this rank waits.
         """
 
     @abstractmethod

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -88,14 +89,20 @@ class Semaphore:
             with contextlib.suppress(FileNotFoundError):
                 _multiprocessing.sem_unlink(self.name)
 
-    def wait(self, deadline: float, spins: int) -> bool:
+    def wait(self, deadline: float, spins: int, work: Callable[[], bool] | None = None) -> bool:
         """Acquires a post, waiting for one until the deadline; false if there was none.
+
+        ``work``: does a short piece of other work, which is called until there is a post or it returns false: none is
+        left.
 
         It first spins, for peers that run on other cores. After every ``spins`` attempts it yields its core, for peers
         that need it: a rank that spins on the core of the peer it waits for would delay itself. Then it sleeps: after
         fewer yields where ranks share cores (``spins`` is 0).
         """
         acquire = self.acquire
+        while work is not None and work():
+            if acquire(False):
+                return True
         for _ in range(yields_before_sleep(spins)):
             for _ in range(spins):
                 if acquire(False):

@@ -26,7 +26,7 @@ from functools import partial
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost, WrongLength
 from hoop.native import library as native_library
 from hoop.topology import Address
-from hoop.transport.base import PendingBuffers, PendingSend, SharedEndpoint, remaining
+from hoop.transport.base import PendingBuffers, PendingSend, SharedEndpoint, WaitingWork, remaining
 from hoop.transport.call_check import Call, mismatch_error
 from hoop.transport.native_barrier import NativeBarrier
 from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore, in_segment, spins_before_yield
@@ -395,11 +395,12 @@ class ShmEndpoint(SharedEndpoint):
 
     # ---- barriers and collectives
 
-    def barrier(self, deadline: float, call: Call | None = None) -> None:  # (1)
+    def barrier(self, deadline: float, call: Call | None = None, work: WaitingWork | None = None) -> None:  # (1)
         """Returns when every rank has entered; memory that a rank wrote before is visible to all ranks afterwards.
 
         Called again after a timeout, it continues the same barrier. With a ``call``, every rank compares the
-        fingerprints of all ranks, so all ranks find a mismatch in the same barrier.
+        fingerprints of all ranks, so all ranks find a mismatch in the same barrier. ``work``: done while it waits; the
+        native core's barrier leaves it (``NativeOrderedSum`` does not).
         """
         if not self._ready:
             self.wait_for_peers(deadline)
@@ -422,7 +423,7 @@ class ShmEndpoint(SharedEndpoint):
                 self._written_calls[turn], fingerprints[self.rank] = call, call.fingerprint
         for k, post, acquire, semaphore in steps:
             post()
-            if not acquire(False) and not semaphore.wait(deadline, self._spins):
+            if not acquire(False) and not semaphore.wait(deadline, self._spins, work):
                 self._posted_rounds = k + 1
                 raise self.deadline_exceeded(self._first_absent() or 0, "waiting for")
             if self._failed:

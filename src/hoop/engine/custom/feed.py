@@ -34,6 +34,9 @@ def fork_loaders(job: str) -> None:
 class StructuredFeed(DataFeed):
     """One rank's batches of the current step, as the dataset's collate function makes them."""
 
+    can_load_ahead = False
+    """Worker processes load ahead (``prefetch``); a user's samples may take long, and other ranks would wait."""
+
     def __init__(self, data: StructuredDataset, seed: int, timeout_s: float, job: str = "") -> None:
         """``job``: its name, by which ``fork_loaders`` has forked workers. Without workers this thread loads."""
         super().__init__(data, seed, 0)  # type: ignore[arg-type]  # only ``load`` is called

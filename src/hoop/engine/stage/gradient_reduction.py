@@ -28,6 +28,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.state import StageState
 from hoop.memory.dtypes import dtype
 from hoop.plan.plan import Plan
+from hoop.transport.base import WaitingWork
 
 
 class GradientNorm:
@@ -127,15 +128,18 @@ class GradientReducer:
         self._stage_state.merge(micro, low, high)
         self._started.append(self._thread.submit(self._all_reduces[index], deadline))
 
-    def __call__(self, deadline: float) -> float:
-        """Reduce the rest, and wait for all buckets; returns the seconds that it waited for other ranks."""
+    def __call__(self, deadline: float, work: WaitingWork | None = None) -> float:
+        """Reduce the rest, and wait for all buckets; returns the seconds that it waited for other ranks.
+
+        ``work``: done while it waits for other ranks in the last all-reduce.
+        """
         waited = 0.0
         if self._thread is not None:
             for one in self._all_reduces[len(self._started) : -1]:
                 self._started.append(self._thread.submit(one, deadline))
             started, self._started = self._started, []
             waited = sum(one.result() for one in started)
-        return waited + self._all_reduces[-1](deadline)
+        return waited + self._all_reduces[-1](deadline, work)
 
     def close(self) -> None:
         if self._thread is not None:
