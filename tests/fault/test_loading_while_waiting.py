@@ -9,9 +9,16 @@ from faulty_ranks import Fault, run_with_faults
 from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, SHARDS, alone, settings
 
+from hoop.engine import executor
+
 SLOW = 8.0
 """How many times slower the last rank computes; the others wait for it in every step."""
 CHANGES = {"balance": False, "pin": False}
+
+
+@pytest.fixture(autouse=True)
+def two_ranks_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MIN_LOAD_AHEAD_RANKS", 2)  # ranks are forked
 
 
 def loads_ahead(outcome: Outcome) -> int:
@@ -38,9 +45,12 @@ def test_samples_loaded_while_a_rank_waits_change_no_bit(job: str, size: int) ->
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans)), "spans do not overlap"
 
 
-def test_a_single_rank_loads_nothing_ahead() -> None:
+def test_a_single_rank_and_few_ranks_load_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     (outcome,) = train("shm", 1, settings("data", epochs=1), JOBS["mlp"])
     assert loads_ahead(outcome) == 0
+    monkeypatch.undo()
+    outcomes = train("shm", 2, settings("data", epochs=1, slowdown=[1.0, SLOW], **CHANGES), JOBS["mlp"])
+    assert [loads_ahead(one) for one in outcomes] == [0, 0]
 
 
 @pytest.mark.parametrize("occurrence", [13, 14, 25])

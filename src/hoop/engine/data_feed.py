@@ -120,7 +120,7 @@ class DataFeed:
             return found
         if self._ahead is not None:
             ahead = self._end_ahead()
-            if ahead[:2] == (self._position, micro) and len(ahead[2].samples) == len(samples):
+            if ahead[:2] == (self._position, micro) and np.array_equal(ahead[2].samples, samples):
                 self._buffers_in_use[micro] = ahead[2].buffer
                 return ahead[2].finish()
             self._free_buffers.append(ahead[2].buffer)

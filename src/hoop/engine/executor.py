@@ -41,6 +41,9 @@ from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 
+MIN_LOAD_AHEAD_RANKS = 4
+"""With fewer ranks a rank waits too shortly for the others to load samples meanwhile (benchmarks/training)."""
+
 
 class DeferredUpdates:
     """Weight updates of one rank that wait for the commit of the step.
@@ -479,7 +482,7 @@ class PlanExecutor:
 
     def _reduce(self, instruction: Instruction) -> None:
         reducer, ahead = self._reducers[instruction.stage], self._load_ahead
-        if ahead is None:
+        if ahead is None or self.plan.size < MIN_LOAD_AHEAD_RANKS:
             self._waited = reducer(self._deadline)
             return
         ahead.begin(self._position.done + 1, [one.micro for one in self._first_load], self.plan.num_microbatches)

@@ -506,7 +506,7 @@ class ShmEndpoint(SharedEndpoint):
         self._unlink_semaphores()
         with self._peers_changed:  # close it once only: by the second time the number may belong to another file
             descriptor, self.descriptor = self.descriptor, -1
-            # Whoever still refers to this endpoint must not keep the memory of a device that is gone from being freed.
+            # References to a closed endpoint must not keep the memory of a device that is gone.
             self.arenas = [None] * self.size
         if descriptor >= 0:
             os.close(descriptor)
