@@ -30,8 +30,8 @@ from world import LONG_S, World
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's modules that the examples import
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "trainers"
-RANK_LINE = re.compile(r"rank (\d) of (\d) by (\w+): (.*)")
-"""Printed by each rank of an example at its end."""
+RANK_LINE = re.compile(r"rank (\d) of (\d) by (\w+): (.*?)(?=rank \d|$)", re.MULTILINE)
+"""Printed by each rank of an example at its end; unbuffered, another rank's line may come before its newline."""
 START_S = 400.0
 """Longer than a launcher and two ranks take that load a large library, on a busy machine."""
 Weights = dict[str, torch.Tensor]
