@@ -30,6 +30,7 @@ def test_ctrl_c_while_the_command_loads_is_an_exit_code(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry_point, "_run", interrupted)
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")  # main sets it
     with pytest.raises(SystemExit) as caught:
         entry_point.main()
     assert caught.value.code == 130

@@ -12,7 +12,7 @@ from hoop.client.cluster import Cluster
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.job_events import JobEvent, Observed, Recovered, Resized, Steps
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)
