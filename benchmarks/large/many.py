@@ -72,10 +72,18 @@ def wait_for_file(path: Path, process: subprocess.Popen[str]) -> str:
     return path.read_text().strip()
 
 
+class Rows(list[tuple[str, str]]):
+    """The rows of the table; each is shown as soon as it is measured."""
+
+    def append(self, row: tuple[str, str]) -> None:
+        print(*row, sep=": ", file=sys.stderr, flush=True)
+        super().append(row)
+
+
 def disturb(cluster: Cluster, address: Address, devices: int) -> list[tuple[str, str]]:
     """Measure the running job; kill a device, let one leave and one join."""
-    job = cluster.status().jobs[0]
-    watch, rows = Watch(cluster.job(job.id)), []
+    job = cluster.job(next(int(one.fields["job"]) for one in cluster.events(follow=True) if one.kind == "job_started"))
+    watch, rows = Watch(job), Rows()
     _, started = watch.wait((Started,), 0.0)
     assert isinstance(started, Started)
     rows.append(("all devices set up, first step", f"{started.seconds:.1f} s"))
@@ -101,8 +109,8 @@ def disturb(cluster: Cluster, address: Address, devices: int) -> list[tuple[str,
         rows.append(("a new process joins: until it takes part", f"{at - began:.1f} s ({event.ranks} ranks)"))
         rows.append(("of that, the pause of the others", f"{event.pause_s:.1f} s"))
         watch.wait((Steps,), at)
-        cluster.job(job.id).stop()
-        device.wait(WAIT_S)
+        job.stop()
+        device.terminate()  # it would wait for the coordinator to come back
     return rows
 
 

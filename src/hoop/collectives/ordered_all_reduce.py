@@ -227,38 +227,72 @@ def _build_linked_sum(
     return run
 
 
+_Calls = list[tuple[Callable[..., object], tuple[Array, ...]]]
+"""NumPy functions with their arguments."""
+
+
 def _build_sum(expression: Sum, slots: Sequence[Array], outputs: Sequence[Array], span: slice) -> Step:
     """The step that sums the elements ``span``, block by block, and writes them to all outputs.
 
     ``slots``: for each rank its slots, one row each. All NumPy calls are prepared here.
     """
-    calls: list[tuple[Callable[..., object], tuple[Array, ...]]] = []
+    calls: _Calls = []
     temporaries: list[Array] = []
-
-    def build(part: Sum, low: int, high: int, target: Array | None, depth: int) -> Array:
-        """Appends the calls that make a partial sum (in ``target``, if given); returns an array that holds it."""
-        if isinstance(part, Leaf):
-            leaf: Array = slots[part.rank][part.slot, low:high]
-            if target is not None:
-                calls.append((np.copyto, (target, leaf)))
-            return leaf
-        while len(temporaries) <= depth:
-            temporaries.append(np.empty(_BLOCK, outputs[0].dtype))
-        left = build(part[0], low, high, None, depth)
-        # The left sum stays in the temporary of this depth while the right sum is made in the next one.
-        right = build(part[1], low, high, None, depth + 1)
-        target = temporaries[depth][: high - low] if target is None else target
-        calls.append((np.add, (left, right, target)))
-        return target
-
     for low in range(span.start, span.stop, _BLOCK):
-        high = min(low + _BLOCK, span.stop)
-        first = outputs[0][low:high]
-        build(expression, low, high, first, 0)
-        calls.extend((np.copyto, (other[low:high], first)) for other in outputs[1:])
+        _append_block(calls, temporaries, expression, slots, outputs, (low, min(low + _BLOCK, span.stop)))
 
     def run(deadline: float) -> None:
         for call, arguments in calls:
             call(*arguments)
 
     return run
+
+
+def _append_block(
+    calls: _Calls,
+    temporaries: list[Array],
+    expression: Sum,
+    slots: Sequence[Array],
+    outputs: Sequence[Array],
+    span: tuple[int, int],
+) -> None:
+    """Appends the calls that sum the elements ``span``. ``temporaries``: for partial sums, one a depth of the tree."""
+    low, high = span
+
+    def leaf(one: Leaf) -> Array:
+        part: Array = slots[one.rank][one.slot, low:high]
+        return part
+
+    def temporary(depth: int) -> Array:
+        while len(temporaries) <= depth:
+            temporaries.append(np.empty(_BLOCK, outputs[0].dtype))
+        return temporaries[depth][: high - low]
+
+    first = outputs[0][low:high]
+    _append_sum(calls, expression, leaf, temporary, first, 0)
+    calls.extend((np.copyto, (other[low:high], first)) for other in outputs[1:])
+
+
+def _append_sum(
+    calls: _Calls,
+    part: Sum,
+    leaf: Callable[[Leaf], Array],
+    temporary: Callable[[int], Array],
+    target: Array | None,
+    depth: int,
+) -> Array:
+    """Appends the calls that make a partial sum (in ``target``, if given); returns an array that holds it.
+
+    Not a closure: a function that refers to itself and to all ranks' memory would keep that of a lost rank, gigabytes,
+    until the next garbage collection.
+    """
+    if isinstance(part, Leaf):
+        if target is not None:
+            calls.append((np.copyto, (target, leaf(part))))
+        return leaf(part)
+    left = _append_sum(calls, part[0], leaf, temporary, None, depth)
+    # The left sum stays in the temporary of this depth while the right sum is made in the next one.
+    right = _append_sum(calls, part[1], leaf, temporary, None, depth + 1)
+    target = temporary(depth) if target is None else target
+    calls.append((np.add, (left, right, target)))
+    return target

@@ -66,6 +66,8 @@ class ShardedStateManager:
         self._saved = list(arena_shards)
         """Consistent versions of state that this rank can offer, in private memory."""
         self._fresh_start, self._joining, self._left_out, self._reshard_count = False, True, False, 0
+        self._written_by_peers: set[int] = set()
+        """Numbers of the partitionings whose totals other ranks write: those in which a stage has several holders."""
         self.initial_model: nn.Module | None = None
         """The model that a device built before it joined the job, for its first partitioning."""
         self._first_size = 0
@@ -91,6 +93,8 @@ class ShardedStateManager:
         """The live state is that of ``setup``, after ``step`` steps. The rest of the model needs no memory here."""
         self._setup, self._live_step = setup, step
         plan, rank, blocks = setup.plan, setup.executor.rank, blocks_of(setup.model)
+        if plan.servers or any(len(ranks) > 1 for ranks in plan.holders):
+            self._written_by_peers.add(len(self._vectors) - 1)
         if plan.stages > 1 and not plan.servers and setup.executor.update_device.type == "cpu":
             ends = [*setup.bounds[1:], len(blocks)]
             held = {one for stage in plan.held_by(rank) for one in range(setup.bounds[stage], ends[stage])}
@@ -244,9 +248,9 @@ class ShardedStateManager:
             self._replicator = self._own_copies = None
         if setup is not None:
             setup.executor.close()
-        for vectors in self._vectors:
+        for index, vectors in enumerate(self._vectors):
             # A rank that was presumed dead may still write to the old total buffers.
-            vectors.free(keep_suffix="total")
+            vectors.free(keep_suffix="total" if index in self._written_by_peers else "")
 
     def confirm(self, plan: RecoveryPlan) -> None:
         """Called when every rank has its new shard, replicated: this rank is a survivor in the next recovery."""

@@ -295,11 +295,15 @@ class Replicator:
                 replicas.append(replicas.pop(0))
                 replicas[-1].receive_state(receive, step, self._arenas[owner] if self._copies_directly else None)
         self._endpoint.flush(deadline)
+        if self._copies_directly and not gradients:
+            # The next forward changes buffers (a batch norm's running mean) in the memory that holders copy.
+            assert isinstance(self._endpoint, SharedEndpoint), "arenas are mapped"
+            self._endpoint.barrier(deadline)
         self._sent_state = True
 
     @property
     def _copies_directly(self) -> bool:
-        """Whether holders copy a state from its owner's arena: no update may come before they have."""
+        """Whether holders copy a whole state from its owner's arena. The same at all ranks."""
         return bool(self._arenas) and self._incremental
 
     def _whole_state(self) -> list[Array]:
