@@ -67,6 +67,8 @@ os.register_at_fork(after_in_child=gc.freeze)
 # Closed channels and stopped servers of grpcio leave no thread and no socket. Only grpc.aio's poller thread and its
 # socket pair live on until the last grpc.aio object is collected; a traceback may still reference one.
 GRPC_POLLER = "(_poll_wrapper)"
+CUDA_SOCKET = "unix @cuda-uvmfd"
+"""CUDA opens one a process, when it is first used, and keeps it."""
 
 # Child processes that Python starts once per process and stops at its exit.
 KERNEL_THREADS = 2
@@ -152,10 +154,11 @@ def sockets() -> dict[Hashable, str]:
     if unnamed := inodes - SOCKET_NAMES.keys():
         SOCKET_NAMES.update((inode, name) for inode, name in socket_names().items() if inode in unnamed)
     polled = any(GRPC_POLLER in thread.name for thread in threading.enumerate())
+    ignored = ("unix pair", CUDA_SOCKET) if polled else (CUDA_SOCKET,)
     return {
         f"socket {inode}": f"socket {SOCKET_NAMES.get(inode, inode)}"
         for inode in inodes
-        if not (polled and SOCKET_NAMES.get(inode) == "unix pair") and inode != preloaded.SERVER.inode
+        if not SOCKET_NAMES.get(inode, "").startswith(ignored) and inode != preloaded.SERVER.inode
     }
 
 
