@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-from gpt import private_bytes
+from gpt import peak_private_bytes
 
 JOB = Path(__file__).resolve().parent / "jobs.py"
 STATE_BYTES, PIECE = 1_150_000_000, 1 << 28
-SAMPLE_S, MOST_S = 0.1, 600.0
+MOST_S = 600.0
 
 
 def limits(folder: Path) -> dict[str, float]:
@@ -57,15 +57,10 @@ def train(options: argparse.Namespace, out: Path) -> int:
     command += ["--memory", options.memory, "--out", str(out), "--keep", "1", "--json"]
     command += ["--set", "epochs=3", "--set", "checkpoint_every=1"]
     environment = {**os.environ, "PYTHONPATH": str(options.source)} if options.source else None
-    most, began = 0, time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
         done = threading.Thread(target=process.wait)
         done.start()
-        while done.is_alive():
-            done.join(SAMPLE_S)
-            most = max(most, private_bytes(process.pid))
-            if time.monotonic() - began > MOST_S:
-                process.terminate()
+        most = peak_private_bytes(process, done, MOST_S)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: code {process.returncode}")
     return most

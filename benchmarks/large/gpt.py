@@ -46,22 +46,32 @@ def private_bytes(root: int) -> int:
     return sum(private.get(pid, 0) for pid in family)
 
 
+def peak_private_bytes(process: subprocess.Popen[Any], end: threading.Thread, most_s: float) -> int:
+    """The most private memory that a process and its descendants have until ``end`` ends.
+
+    After ``most_s`` seconds the process is terminated.
+    """
+    most, began = 0, time.monotonic()
+    while end.is_alive():
+        end.join(SAMPLE_S)
+        most = max(most, private_bytes(process.pid))
+        if time.monotonic() - began > most_s:
+            process.terminate()
+    return most
+
+
 def train(strategy: str, devices: int, memory: str, options: argparse.Namespace) -> dict[str, Any]:
     """The result of one run, with the most private memory that its processes had together."""
     command = [sys.executable, "-m", "hoop", "train", f"{JOB}:gpt", "--strategy", strategy, "--devices", str(devices)]
     settings = [f"max_steps={options.steps}", *options.set]
     command += ["--memory", memory, *(text for one in settings for text in ("--set", one))]
-    began, most = time.monotonic(), 0
+    began = time.monotonic()
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
         output: list[str] = []
         assert process.stdout is not None
         reader = threading.Thread(target=lambda pipe: output.append(pipe.read()), args=(process.stdout,))
         reader.start()
-        while reader.is_alive():
-            reader.join(SAMPLE_S)
-            most = max(most, private_bytes(process.pid))
-            if time.monotonic() - began > STARTED_S:
-                process.terminate()
+        most = peak_private_bytes(process, reader, STARTED_S)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: code {process.returncode}")
     return {**json.loads(output[0]), "private": most, "whole_s": time.monotonic() - began}

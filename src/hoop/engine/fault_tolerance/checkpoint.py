@@ -129,8 +129,8 @@ def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> byt
     return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_BLANK_CHECKSUM) :]))
 
 
-def _only_the_library_has(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether one has a type that is rare: the library writes it, with copies of the whole file."""
+def _has_rare_dtype(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor has a dtype that is left to the safetensors library, which copies the whole file."""
     return any(tensor.dtype not in _DTYPES for tensor in tensors.values())
 
 
@@ -139,7 +139,7 @@ def serialized_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any])
 
     A tensor is not copied: it must not change until its part is written.
     """
-    if _only_the_library_has(tensors):
+    if _has_rare_dtype(tensors):
         return [serialize(tensors, metadata)]
     text, order = _header_text(tensors, metadata)
     parts = [_bytes_of(tensors[name]) for name in order]
@@ -178,7 +178,7 @@ def copy_into(
     Then the tensors may change. Another thread may call the result, which completes the bytes of ``serialize`` with
     their checksum, and returns that and their size. Until then the file has a wrong checksum.
     """
-    if _only_the_library_has(tensors):
+    if _has_rare_dtype(tensors):
         data = serialize(tensors, metadata)
         allocate(len(data))[:] = data
         found = str(_header(data, "checkpoint")[0][CHECKSUM_KEY]), len(data)
