@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from bokeh.layouts import column
 from bokeh.models import FactorRange, HoverTool, LayoutDOM
 
+from hoop.dashboard.activity_view import Shares
 from hoop.dashboard.palette import CYCLE, GREY, RED, SHARE_COLOURS, STATE_COLOURS, STATE_SHAPES
 from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, plural, set_text, table, text_block
 from hoop.dashboard.updates import PageUpdates
@@ -22,8 +23,8 @@ MAX_LISTED_LINKS = 1000
 _AT_DEVICE = ("work", "memory", "time", "sends", "reason")
 """What is shown of a device only when the pointer is there."""
 CIRCLES = "The circle around a device is its time: computing blue, communicating orange, idle grey."
-DRAWN_SHARE = 0.05
-"""Shares of time are drawn in steps of this size: the ring is not drawn again for smaller changes."""
+MIN_DRAWN_CHANGE = 0.05
+"""The ring is not drawn again while no device's share of time differs from the drawn one by more than this."""
 MAX_NAMED = 48
 """With more devices on the ring their numbers would overlap; the pointer and the table tell them."""
 
@@ -62,11 +63,38 @@ def ring_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
     ]
 
 
-def share_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
+class DrawnShares:
+    """The shares of time that the circles show: those of the last drawing, as long as they are about right.
+
+    Shares vary a little from one update to the next, and to draw the ring is most of an update's cost in the browser.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[int, Shares] = {}
+        """By device."""
+
+    def update(self, devices: Sequence[DeviceView]) -> None:
+        """Draw the current shares, if a device's differ too much from the drawn ones, or the devices are others."""
+        shares = {one.id: one.activity.shares for one in devices if one.activity is not None}
+        current = {device: one for device, one in shares.items() if one is not None}
+        if current.keys() != self._shares.keys() or any(
+            not abs(new - old) <= MIN_DRAWN_CHANGE  # also if one of them is no number
+            for device, one in current.items()
+            for new, old in zip(one, self._shares[device], strict=True)
+        ):
+            self._shares = current
+
+    def __getitem__(self, device: int) -> Shares:
+        return self._shares[device]
+
+
+def share_rows(devices: Sequence[DeviceView], drawn: DrawnShares) -> list[dict[str, Any]]:
     """The rows of the circles around training devices: the shares of their time, clockwise from the top.
 
-    What is left of a circle is other work: evaluation, checkpoints, recovery.
+    What is left of a circle is other work: evaluation, checkpoints, recovery. The text at the pointer has the current
+    share.
     """
+    drawn.update(devices)
     inner, outer = (0.17, 0.23) if len(devices) <= MAX_NAMED else (0.05, 0.08)
     rows = []
     for (x, y), one in zip(ring_places(len(devices)), devices, strict=True):
@@ -74,8 +102,9 @@ def share_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
         if shares is None:
             continue
         start = math.pi / 2
-        for what, share in zip(("computing", "communicating", "idle"), shares, strict=True):
-            end = start - 2 * math.pi * min(1.0, round(share / DRAWN_SHARE) * DRAWN_SHARE)
+        kinds = ("computing", "communicating", "idle")
+        for what, share, drawn_share in zip(kinds, shares, drawn[one.id], strict=True):
+            end = start - 2 * math.pi * min(1.0, drawn_share)
             rows.append(
                 {
                     "x": x,
@@ -247,6 +276,7 @@ class ClusterTab:
         self._shares = Source("shares", *wedges, updates=updates, at_pointer=("share",))
         lines = ("x0", "y0", "x1", "y1", "colour", "name", "carries", "width")
         self._links = Source("links", *lines, updates=updates, at_pointer=("carries",))
+        self._drawn_shares = DrawnShares()
         self._traffic = Source("traffic", "from", "to", "rate", "way", updates=updates)
         self._memory = Source("memory", "device", "left", "right", "name", "bytes", "colour")
         listed = ("device", "state", "host", "work", "busy", "sends", "memory", "address", "reason")
@@ -358,7 +388,7 @@ class ClusterTab:
         devices = view.on_ring
         set_text(self._head, paragraph("Cluster", tag="h2"), paragraph(summary(view)), paragraph(CIRCLES))
         self._devices.show(ring_rows(devices))
-        self._shares.show(share_rows(devices))
+        self._shares.show(share_rows(devices, self._drawn_shares))
         self._links.show(link_rows(view))
         self._list.show(
             [

@@ -7,13 +7,15 @@
     details thread   ListBuffers of one device at a time,  ──┘
                      settings of jobs, predictions
 
-Browsers never cause a call: a slow, dead or hostile one costs the coordinator nothing. The feed goes on when the
-coordinator restarts, and the view says when it does not answer.
+All browsers together cause as many calls as one: a slow, dead or hostile one costs the coordinator nothing. While no
+page reads the view, the status is polled less often, and no buffers are listed. The feed goes on when the coordinator
+restarts, and the view says when it does not answer.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -37,12 +39,18 @@ from hoop.texts import parse_json
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+UNREAD_POLL_S = 5.0
+"""The same, while no page reads the view. A page that is opened then has it polled at once."""
+UNREAD_S = 3.0
+"""A view that was not read for this long is read by no page."""
 AGAIN_S = 1.0
 """Wait before a broken stream is opened again."""
-BUFFERS_S = 2.0
-"""Every device's buffers are listed this often, or less often if there are many devices."""
+BUFFERS_S = 30.0
+"""A device's buffers are listed when the memory in use has changed, and after this time."""
 BUFFERS_GAP_S = 0.05
 """Shortest time between two of these calls."""
+DETAILS_S = 0.5
+"""How often the details thread looks what has changed."""
 COORDINATOR_TIMEOUT_S = 3600.0
 JOIN_S = 10.0
 MAX_SEEN = 20_000
@@ -75,11 +83,21 @@ class ClusterFeed:
         self._settings: dict[int, str] = {}
         self._devices: dict[str, Device] = {}
         """By incarnation; only the details thread uses it."""
+        self._listed: dict[str, tuple[float, int]] = {}
+        """By incarnation: when its buffers were listed, and the bytes in use then; only the details thread uses it."""
+        self._read_at = time.monotonic()
 
     @property
     def view(self) -> ClusterView:
-        """The newest view; any thread may read it."""
+        """The newest view; any thread may read it, and pages do so for as long as they are open."""
+        was_unread, self._read_at = self._unread, time.monotonic()
+        if was_unread:
+            self._wake.set()
         return self._view
+
+    @property
+    def _unread(self) -> bool:
+        return time.monotonic() - self._read_at > UNREAD_S
 
     def job_inputs(self, job_id: int) -> tuple[dict[str, Any], str] | None:
         """Measured costs and settings (JSON) of a job, for the simulator; None: not known. Any thread may ask."""
@@ -133,7 +151,7 @@ class ClusterFeed:
 
     def _poll_often(self) -> None:
         while True:
-            self._wake.wait(POLL_S)
+            self._wake.wait(UNREAD_POLL_S if self._unread else POLL_S)
             self._wake.clear()
             if self._stopped.is_set():
                 return
@@ -234,19 +252,29 @@ class ClusterFeed:
     # ---- details
 
     def _ask_details(self) -> None:
-        turn = 0
-        while True:
-            devices = [one for one in self._view.devices if not one.state.is_gone]
-            if self._stopped.wait(max(BUFFERS_GAP_S, BUFFERS_S / max(1, len(devices)))):
-                break
+        due: list[views.DeviceView] = []
+        while not self._stopped.wait(BUFFERS_GAP_S if len(due) > 1 else DETAILS_S):
             with self._while_open():
-                if devices:
-                    turn += 1
-                    self._ask_buffers(devices[turn % len(devices)])
+                due = [] if self._unread else self._devices_due()
+                if due:
+                    self._ask_buffers(due[0])
                 self._ask_settings()
                 self._predict_steps()
 
+    def _devices_due(self) -> list[views.DeviceView]:
+        """The devices whose buffers are to be listed: first those that were listed longest ago."""
+        devices = self._view.devices
+        for gone in self._listed.keys() - {one.incarnation for one in devices}:
+            del self._listed[gone]
+        due = []
+        for one in devices:
+            at_s, used = self._listed.get(one.incarnation, (-math.inf, 0))
+            if not one.state.is_gone and (used != one.used + one.gpu_used or time.monotonic() - at_s > BUFFERS_S):
+                due.append((at_s, one))
+        return [one for _, one in sorted(due, key=lambda pair: pair[0])]
+
     def _ask_buffers(self, device: views.DeviceView) -> None:
+        self._listed[device.incarnation] = time.monotonic(), device.used + device.gpu_used
         present = {one.incarnation for one in self._view.devices}
         for gone in [one for one in self._devices if one not in present]:
             self._devices.pop(gone).close()

@@ -10,21 +10,21 @@ Until the browser has the page, changes are made in the models, which the page i
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from bokeh.document import Document
 from bokeh.events import DocumentReady
 from bokeh.models import ColumnDataSource, CustomJS, DataTable, Div
 
-MAX_UNACKNOWLEDGED = 4
+ACKNOWLEDGED_UPDATES = 4
+"""The browser acknowledges every update whose number is a multiple of this: an answer costs as much as an update."""
+MAX_UNACKNOWLEDGED = 2 * ACKNOWLEDGED_UPDATES
 """A browser that is this many updates behind gets no more until it has caught up."""
-PACKED_ROWS = 64
-"""A column of numbers with at least this many rows is sent as bytes."""
 
 _APPLY = """
-const [number, texts, sources] = cb_obj.tags
+const [number, changes] = cb_obj.tags, {texts, sources} = JSON.parse(changes)
 const {document} = cb_obj, {index} = cb_context
 const views = cb_obj.hoop_views ??= new Map()  // to find one is a walk through all views of the page
 const view_of = (model) => {
@@ -37,17 +37,23 @@ for (const [id, text] of texts) {
   if (view != null) view.markup_el.innerHTML = text
 }
 for (const [id, data, drawn, table_id] of sources) {
-  const source = document.get_model_by_id(id), rows = source.get_length()
+  const source = document.get_model_by_id(id), rows = source.get_length(), before = source.data
+  for (const [name, column] of Object.entries(data)) {
+    if (column.includes(null)) data[name] = column.map((value) => value ?? NaN)
+  }
   const table = table_id ? document.get_model_by_id(table_id) : null
   const view = table != null ? view_of(table) : null
   const cells_only = view != null && Object.values(data)[0].length == rows && view.grid.getSortColumns().length == 0
   source.setv({data}, {silent: cells_only || !drawn, sync: false})
   if (cells_only) {
-    view.data.init(source, table.view)
-    view.grid.invalidate()
+    for (const [cell, {field}] of view.grid.getColumns().entries()) {
+      for (let row = 0; row < rows; row++) {
+        if (before[field][row] !== data[field][row]) view.grid.updateCell(row, cell)
+      }
+    }
   }
 }
-acknowledged.tags = [number]
+if (number % every == 0 || acknowledged.tags[0] == 0) acknowledged.tags = [number]
 """
 
 
@@ -55,10 +61,11 @@ class PageUpdates:
     """The changes of one page since its last update."""
 
     def __init__(self) -> None:
-        self._sent = ColumnDataSource(name="updates", tags=[0, [], []])
-        """Its tags are the number of the last update, and the texts and sources that it changes.
+        self._sent = ColumnDataSource(name="updates", tags=[0, _NO_CHANGES])
+        """Its tags are the number of the last update, and the texts and sources that it changes, as JSON.
 
-        A source has no view: a change of its tags makes the browser draw nothing.
+        Bokeh looks at each element of a list for models in it, and a text is one element. A source has no view: a
+        change of its tags makes the browser draw nothing.
         """
         self._acknowledged = ColumnDataSource(name="acknowledged", tags=[0])
         self._shown: dict[str, str] = {}
@@ -66,7 +73,7 @@ class PageUpdates:
         self._texts: dict[str, str] = {}
         self._sources: dict[str, tuple[dict[str, list[Any]], bool, str]] = {}
         """By the id of the source: its columns, whether they are drawn, and the id of the table that shows them."""
-        apply = CustomJS(args={"acknowledged": self._acknowledged}, code=_APPLY)
+        apply = CustomJS(args={"acknowledged": self._acknowledged, "every": ACKNOWLEDGED_UPDATES}, code=_APPLY)
         self._sent.js_on_change("tags", apply)
 
     def attach(self, document: Document, owner: Div) -> None:
@@ -117,16 +124,31 @@ class PageUpdates:
 
     def send(self) -> None:
         """Sends the changes since the last call."""
-        texts = [[name, text] for name, text in self._texts.items()]
-        sources = [
-            [name, {column: _packed(values) for column, values in columns.items()}, *rest]
-            for name, (columns, *rest) in self._sources.items()
-        ]
+        changes = {
+            "texts": list(self._texts.items()),
+            "sources": [[name, *change] for name, change in self._sources.items()],
+        }
         self._texts, self._sources = {}, {}
-        self._sent.tags = [self._sent.tags[0] + 1, texts, sources]
+        self._sent.tags = [self._sent.tags[0] + 1, to_json(changes)]
 
 
-def _packed(values: list[Any]) -> list[Any] | npt.NDArray[np.float64]:
-    """A long column of numbers as an array: Bokeh sends it as bytes, and looks at each element of a list."""
-    numbers = len(values) >= PACKED_ROWS and all(isinstance(one, int | float) for one in values)
-    return np.array(values, np.float64) if numbers else values
+def to_json(value: Any) -> str:
+    """A value as JSON that a browser reads. Numbers that JSON does not have, like NaN, become null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_finite(one) for one in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
+_NO_CHANGES = to_json({"texts": [], "sources": []})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from hoop.dashboard.job_view import JobView
 from hoop.dashboard.marks import LogLine
 from hoop.dashboard.parts import paragraph, text_block
 from hoop.dashboard.server import DashboardConfig
-from hoop.dashboard.updates import MAX_UNACKNOWLEDGED, PageUpdates
+from hoop.dashboard.updates import MAX_UNACKNOWLEDGED, PageUpdates, to_json
 from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
@@ -43,6 +45,14 @@ def test_every_text_is_escaped() -> None:
     assert not any("<script" in text or "<img" in text for text in texts)
     assert all(model.disable_math for model in document.models if isinstance(model, Div))
     assert paragraph('"&') == '<p class="">&quot;&amp;</p>'
+
+
+def sent(document: Document) -> tuple[int, list[list[str]], list[list[Any]]]:
+    """The number of the last update, and the texts and sources that it changes."""
+    updates: Any = document.select_one({"name": "updates"})
+    number, text = updates.tags
+    changes = json.loads(text)
+    return number, changes["texts"], changes["sources"]
 
 
 def test_a_browser_that_does_not_acknowledge_gets_no_more_updates() -> None:
@@ -76,20 +86,20 @@ def test_a_browser_that_has_the_page_gets_one_message_an_update_without_what_has
 
     document = Document()
     page = Page(document, read)
-    models = {name: document.select_one({"name": name}) for name in ("ring", "devices", "device-table", "updates")}
+    models = {name: document.select_one({"name": name}) for name in ("ring", "devices", "device-table")}
     acknowledged = document.select_one({"name": "acknowledged"})
     page.update()
-    assert models["updates"].tags == [1, [], []], "before the browser has the page the models are changed"
+    assert sent(document) == (1, [], []), "before the browser has the page the models are changed"
     acknowledged.tags = [1]
     messages: list[object] = []
     document.on_change(messages.append)
     page.update()
-    assert models["updates"].tags == [2, [], []], "nothing has changed"
+    assert sent(document) == (2, [], []), "nothing has changed"
     assert len(messages) == 1
     capacity[0] = 300
     page.update()
     assert len(messages) == 2
-    number, texts, sources = models["updates"].tags
+    number, texts, sources = sent(document)
     assert (number, texts) == (3, [])
     changes = {name: rest for name, *rest in sources}
     assert set(changes) == {models["ring"].id, models["devices"].id}
@@ -110,10 +120,14 @@ def test_a_text_that_changes_often_is_sent_when_it_has_changed() -> None:
     for text in ("before", "during", "during", "after"):
         updates.change_text(block, text)
     updates.send()
-    sent = document.select_one({"name": "updates"})
-    assert sent.tags == [1, [[block.id, "after"]], []]
+    assert sent(document) == (1, [[block.id, "after"]], [])
     updates.send()
-    assert sent.tags == [2, [], []]
+    assert sent(document) == (2, [], [])
+
+
+def test_numbers_that_json_does_not_have_are_sent_as_null() -> None:
+    text = to_json({"a": [1, 2.5, math.nan, "NaN"], "b": (math.inf,)})
+    assert json.loads(text) == {"a": [1, 2.5, None, "NaN"], "b": [None]}
 
 
 def test_a_ring_of_200_devices_is_one_small_message() -> None:
