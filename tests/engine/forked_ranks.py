@@ -212,6 +212,8 @@ def _run_rank(
                 for buffer in arena.buffers()
             }
             sizes = {buffer.name: buffer.size for buffer in arena.buffers()}
+            for stage_state in run.executor.stage_states.values():
+                stage_state.download()
             weights = {str(stage): one.state_array.tobytes().hex() for stage, one in run.executor.stage_states.items()}
             slice_buffers = [arena.buffer(name) for name in sizes if name.endswith("slice.weights")]
             slices = [arena.read(one.address, one.size).hex() for one in slice_buffers]

@@ -43,15 +43,22 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.slow_if(when=lambda params: (params["strategy"], params["devices"]) not in REPRESENTATIVES)
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_the_emulated_accelerator_gives_the_bits_of_the_cpu(strategy: str, devices: int) -> None:
-    """Batch norm, dropout, empty shards; weights are uploaded, gradients are merged there and downloaded."""
+    """Batch norm, dropout, empty shards; the state stays there, and so do gradients that no other rank needs."""
     assert_same(final_state("normed", strategy, devices, accelerator="emulated"), alone("normed"))
 
 
-def test_emulated_with_several_versions_of_the_weights() -> None:
-    emulated, cpu = (
-        final_state("normed", "ring:async", 2, accelerator=accelerator) for accelerator in ("emulated", "cpu")
-    )
+@pytest.mark.parametrize("strategy", ["ring:async", "ring:async,slices=2"])
+def test_emulated_with_several_versions_of_the_weights(strategy: str) -> None:
+    emulated, cpu = (final_state("normed", strategy, 2, accelerator=accelerator) for accelerator in ("emulated", "cpu"))
     assert_same(emulated, cpu)
+
+
+@pytest.mark.gpu
+def test_on_cuda_graphs_change_no_bit_with_several_versions_of_the_weights() -> None:
+    with_graphs, without = (
+        final_state("convolved", "ring:async", 2, accelerator="cuda", graphs=graphs) for graphs in (True, False)
+    )
+    assert_same(with_graphs, without)
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -84,7 +91,19 @@ def test_an_emulated_run_resumes_from_a_checkpoint() -> None:
     assert_same(tensors_in(checkpoint(train("shm", 2, rest, JOBS["normed"], resume=middle))), alone("normed"))
 
 
-@pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_partitioned_run_resumes_from_the_checkpoint_of_another_strategy(kind: str) -> None:
+    """Also optimizer state and the counters of batch norms come back to the GPU."""
+    changes: dict[str, Any] = {"accelerator": kind, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "clip": 0.5}
+    middle = checkpoint(train("shm", 3, settings("ps:bsp", max_steps=5, **changes), JOBS["normed"]))
+    found = train("shm", 2, settings("pipeline:1f1b", **changes), JOBS["normed"], resume=middle)
+    assert_same(tensors_in(checkpoint(found)), alone("normed", tuple(changes.items())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("job", ["normed", "convolved"])
 def test_a_checkpoint_is_read_while_later_steps_are_computed(
     kind: str, job: str, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,31 @@ def test_a_lost_part_is_recovered(strategy: str, size: int, faults: list[Fault])
     check_lost(strategy, size, faults)
 
 
+@pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("strategy", "size", "faults"),
+    [
+        pytest.param("pipeline:1f1b", 3, [Fault(1, "settles", 3)], id="committed and not updated"),
+        pytest.param("pipeline:1f1b", 4, [Fault(0, "instruction", 60), Fault(2, "collects")], id="during recovery"),
+        pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="a stage of a hybrid"),
+        pytest.param("ring", 3, [Fault(2, "meets", 2)], id="of a ring", marks=pytest.mark.slow),
+        pytest.param("ps:bsp", 3, [Fault(2, "settles", 4)], id="a server"),
+    ],
+)
+def test_a_lost_part_on_a_gpu_is_recovered(strategy: str, size: int, faults: list[Fault], kind: str) -> None:
+    """With clipping. The survivors' parts and replicas are on their GPUs, which are newer than their arenas."""
+    check_lost(strategy, size, faults, accelerator=kind, clip=0.5)
+
+
+@pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ranks_join_a_pipeline_on_gpus(kind: str) -> None:
+    changes = {**EPOCH, "accelerator": kind}
+    waits = Fault(0, "keeps", 4, waits=True)
+    results = run_with_faults(2, settings("pipeline:1f1b", **changes), JOBS["normed"], [waits], 1)
+    reference = "normed", tuple(changes.items())
+    check(results, alone(*reference), 3, alone_losses(*reference))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_lost_part_is_recovered_with_a_custom_loss(reduction: str) -> None:
     """The reduction of the loss is detected once, with the initial weights."""
@@ -232,9 +257,13 @@ def test_ranks_join(strategy: str, size: int, faults: list[Fault], joins: int) -
     check(results, alone(*reference), size + joins - deaths, alone_losses(*reference))
 
 
-def test_the_asynchronous_ring_rolls_back_to_its_last_synchronization() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", pytest.param("emulated", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_the_asynchronous_ring_rolls_back_to_its_last_synchronization(kind: str) -> None:
     """Steps since the last synchronization are rolled back and repeated by the survivors: none is applied twice."""
-    job_settings = settings("ring:async")
+    job_settings = settings("ring:async", accelerator=kind)
     results = run_with_faults(3, job_settings, JOBS["flat"], [Fault(1, "instruction", 500)])
     first = train("shm", 3, job_settings.replaced({"max_steps": STEPS}), JOBS["flat"])
     rest = train("shm", 2, job_settings, JOBS["flat"], resume=checkpoint(first))

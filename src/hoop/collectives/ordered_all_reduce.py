@@ -133,6 +133,8 @@ class OrderedAllReduce:
         low, high = span or (0, count)
         self.result = output
         """The sum, after a call."""
+        self.result_slot: int | None = None
+        """The slot that is the result, if this rank is the only one and has the whole sum there."""
         self.bytes_moved = 0
         """Bytes read from and written to other ranks' memory so far; the endpoint counts bytes sent over links."""
         self._bytes_per_call = 0
@@ -144,7 +146,7 @@ class OrderedAllReduce:
         """The whole call, barriers included, if vectors are mapped and all ranks have the native core."""
         if communicator.size == 1:
             if isinstance(expression, Leaf) and span in (None, (0, count)):
-                self.result = slots[expression.slot]
+                self.result, self.result_slot = slots[expression.slot], expression.slot
                 self._sum: Step = _no_sum
             else:
                 self._sum = _build_sum(expression, [slots], [output], slice(low, high))

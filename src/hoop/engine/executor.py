@@ -87,8 +87,8 @@ class ActivationFlow:
     A micro-batch without samples has none: its instructions do nothing.
     """
 
-    def __init__(self, feed: DataFeed, channel: TensorChannel) -> None:
-        self.feed, self.channel = feed, channel
+    def __init__(self, feed: DataFeed, channel: TensorChannel, accelerator: Accelerator | None) -> None:
+        self.feed, self.channel, self._accelerator = feed, channel, accelerator
         self.deadline = 0.0
         self.inputs: dict[StageMicrobatch, Tensor] = {}
         self.outputs: dict[StageMicrobatch, Tensor] = {}
@@ -113,7 +113,7 @@ class ActivationFlow:
 
     def send_output(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self.channel.send(instruction, self.outputs.pop((instruction.stage, instruction.micro)), self.deadline)
+            self._send(instruction, self.outputs.pop((instruction.stage, instruction.micro)))
 
     def recv_input(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -121,9 +121,11 @@ class ActivationFlow:
 
     def send_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self.channel.send(
-                instruction, self.input_gradients.pop((instruction.stage, instruction.micro)), self.deadline
-            )
+            self._send(instruction, self.input_gradients.pop((instruction.stage, instruction.micro)))
+
+    def _send(self, instruction: Instruction, tensor: Tensor) -> None:
+        host = tensor if self._accelerator is None else self._accelerator.download(tensor)
+        self.channel.send(instruction, host, self.deadline)
 
     def recv_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -160,7 +162,7 @@ class PlanExecutor:
         self.deferred_updates = DeferredUpdates(self.profiler)
         rows = -(-settings.batch_size // plan.num_microbatches)
         self.activations = ActivationFlow(
-            feed or DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint)
+            feed or DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint), accelerator
         )
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
         self.stage_states: dict[int, StageState] = {}
@@ -184,7 +186,7 @@ class PlanExecutor:
                 chain=chain,
             )
         self._first_stage = min(self.stage_states, default=0)
-        self._accelerator, self._usual_batch = accelerator, min(settings.batch_size, len(data))
+        self.accelerator, self._usual_batch = accelerator, min(settings.batch_size, len(data))
         self.update_device = accelerator.device if accelerator is not None else CPU
         """Where the updates of the weights are computed."""
         self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
@@ -257,7 +259,7 @@ class PlanExecutor:
         )
 
     def close(self) -> None:
-        """Stop the threads of the reducers, and drop the handlers.
+        """Stop the threads of the reducers, free the memory on the GPU, and drop the handlers.
 
         They refer to this object: with them, an ended job's model and data would stay until a garbage collection.
         """
@@ -265,6 +267,8 @@ class PlanExecutor:
         self._handlers, self._batched, self._load_ahead = {}, None, None
         for stage_state in self.stage_states.values():
             stage_state.close()
+        if self.accelerator is not None:
+            self.accelerator.close()
 
     def _close_reducers(self) -> None:
         for one in self._reducers.values():
@@ -328,8 +332,8 @@ class PlanExecutor:
 
     def select_kernels(self, samples: int | None = None) -> None:
         """Select the GPU's kernels for a step of this many samples, or for other computations (None)."""
-        if self._accelerator is not None:
-            self._accelerator.select_kernels(samples is None or samples == self._usual_batch)
+        if self.accelerator is not None:
+            self.accelerator.select_kernels(samples is None or samples == self._usual_batch)
 
     def step(self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()) -> None:
         """Run the plan on these samples; the parameters are those of ``begin``."""

@@ -35,7 +35,7 @@ from hoop.engine.cost_probe import (
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.custom.setup import check_strategy, prepare_parts
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
+from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes, gpu_copies_bytes
 from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
@@ -56,7 +56,16 @@ from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
 from hoop.strategies.data_parallel import for_hosts
-from hoop.strategies.memory_fit import MIB, Fit, advice, enough_memory, fit, fitting_strategies, gpu_bytes
+from hoop.strategies.memory_fit import (
+    MIB,
+    Fit,
+    advice,
+    enough_memory,
+    fit,
+    fitting_strategies,
+    gpu_bytes,
+    gpu_shard_bytes,
+)
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 FIRST_WEIGHTS = "first weights"
@@ -155,6 +164,26 @@ def prepare(
     """
     settings.check()
     accelerator = select_accelerator(context, settings)
+    try:
+        return _prepare(context, settings, job, data, vectors, accelerator, resharding, model, known)
+    except BaseException:
+        if accelerator is not None:
+            accelerator.close()
+        raise
+
+
+def _prepare(
+    context: RankContext,
+    settings: Settings,
+    job: Job,
+    data: Splits,
+    vectors: StateVectors,
+    accelerator: Accelerator | None,
+    resharding: bool,
+    model: nn.Module | None,
+    known: list[Block] | None,
+) -> TrainingSetup:
+    """``prepare`` on this accelerator, which the caller closes after an error."""
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
@@ -183,10 +212,12 @@ def prepare(
     costs = _known_costs(context, settings, known) if resharding and accelerator is None else None
     if costs is None:
         costs = _broadcast_costs(context, settings, _profile(blocks, sample, settings, accelerator))
-    bounds, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
+    found, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
+    bounds = [stage.blocks.start for stage in found.stages]
     resident = accelerator is not None and strategy.replicated
-    if resident and accelerator is not None:
-        _check_gpu_memory(context, settings, accelerator, plan, costs)
+    if accelerator is not None:
+        needed = _gpu_bytes(context, settings, found, plan, costs)
+        _check_gpu_memory(context, settings, accelerator, needed, resharding)
     executor = PlanExecutor(
         context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
     )
@@ -351,8 +382,8 @@ def _partition(
     plan: Plan,
     blocks: list[nn.Module],
     resharding: bool,
-) -> tuple[list[int], int]:
-    """Collective. The first block of each stage, and the bytes of this rank's arena that remain free.
+) -> tuple[Fit, int]:
+    """Collective. The partition, and the bytes of this rank's arena that remain free.
 
     Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
     devices (``resharding``) goes on even if its snapshots may not fit any more.
@@ -386,26 +417,41 @@ def _partition(
                 f"cut: blocks {first} and {second} share a parameter and cannot be in different stages; "
                 "give a cut that keeps them together, or use data parallel"
             )
-    return bounds, memory[context.rank] - found.bytes[context.rank]
+    return found, memory[context.rank] - found.bytes[context.rank]
+
+
+def _gpu_bytes(context: RankContext, settings: Settings, found: Fit, plan: Plan, costs: list[Block]) -> int:
+    """Bytes of this rank on its GPU: its state and gradients, and the replicas that it updates."""
+    if found.strategy.replicated:
+        return gpu_bytes(costs, plan, context.rank)
+    gradients = gradient_memory_for(settings.balance)(found.strategy, plan)
+    replicates = settings.replicate and context.wait_reassignment is not None
+    replicas = settings.replicas if replicates else 0
+    copies = gpu_copies_bytes(plan, found, costs, context.hosts, replicas)
+    return gpu_shard_bytes(found, plan, costs, gradients, context.rank) + copies[context.rank]
 
 
 def _check_gpu_memory(
-    context: RankContext, settings: Settings, accelerator: Accelerator, plan: Plan, costs: list[Block]
+    context: RankContext, settings: Settings, accelerator: Accelerator, needed: int, resharding: bool
 ) -> None:
-    """Collective. Raises unless each rank's state fits in its memory on its GPU, and each GPU has that of its ranks."""
+    """Collective. Raises unless each rank's state fits in its memory on its GPU, and each GPU has that of its ranks.
+
+    ``needed``: bytes of this rank. The GPUs are not asked after a loss (``resharding``): the driver may not have freed
+    the memory of a killed process yet.
+    """
     free, total = accelerator.memory()
     host = context.hosts[context.rank] if context.hosts else ""
-    mine = [gpu_bytes(costs, plan, context.rank), accelerator.capacity, f"{host} {accelerator.identity}", free]
+    mine = [needed, accelerator.capacity, f"{host} {accelerator.identity}", free]
     ranks = all_gather_object(context.communicator, mine, settings.timeout_s)
     for rank, (needed, capacity, _, _) in enumerate(ranks):
         if needed > capacity:
             size = -(-needed // MIB)
             raise FailedPrecondition(
-                f"memory: rank {rank} needs {format_size(needed)} on its GPU for weights, optimizer state and the "
-                f"gradients of its shards, and has {format_size(capacity)} there; use --memory {size}MiB (memory= of "
-                "hoop.train), or fewer shards"
+                f"memory: rank {rank} needs {format_size(needed)} on its GPU for weights, optimizer state, the "
+                f"gradients of its shards and replicas, and has {format_size(capacity)} there; use --memory {size}MiB "
+                "(memory= of hoop.train), or fewer shards"
             )
-    if not accelerator.cuda:
+    if resharding or not accelerator.cuda:
         return
     for gpu in dict.fromkeys(one[2] for one in ranks):
         sharing = [rank for rank, one in enumerate(ranks) if one[2] == gpu]

@@ -118,6 +118,31 @@ def gpu_bytes(blocks: Sequence[Block], plan: Plan, rank: int) -> int:
     return state + total + rows * gradient + 8 * GPU_ALIGNMENT
 
 
+def gpu_shard_bytes(found: Fit, plan: Plan, blocks: Sequence[Block], gradients: Gradients, rank: int) -> int:
+    """Bytes of a rank on its GPU where the state is partitioned: its stages, or its slice as a server. No replicas.
+
+    Weights with their versions, optimizer state, a row for each gradient slot, and a total if ranks sum their gradients
+    in host memory. Activations are not counted.
+    """
+
+    def state(own: Sequence[Block], rows: float, updates: bool, versions: int = 1) -> int:
+        sized = [_with_buffers(block, 1, updates) for block in own]
+        weights = sum(block.weight_bytes for block in sized)
+        each = sum(block.gradient_bytes or 0 for block in sized)
+        return int(versions * weights + sum(block.optimizer_bytes for block in sized) + rows * each)
+
+    needed = 8 * GPU_ALIGNMENT
+    if rank in plan.servers:
+        needed += -(-state(blocks, 1, updates=True) // len(plan.servers))
+    kept = found.strategy.versions
+    for stage in plan.held_by(rank):
+        own = [blocks[index] for index in found.stages[stage].blocks]
+        # ``gradients`` counts a total for each stage, which a stage with one holder has not: a row is its total.
+        rows = gradients.holder - (not plan.servers and len(plan.holders[stage]) == 1)
+        needed += state(own, rows, not plan.servers, 1 + kept if kept > 1 else 1) + 8 * GPU_ALIGNMENT
+    return needed
+
+
 def fitting_strategies(
     strategies: Iterable[Strategy],
     blocks: Sequence[Block],

@@ -11,7 +11,6 @@ import torch
 from hoop.engine.fault_tolerance.replication import Replica, ReplicaLayout, replica_layout
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.optimizer_settings import OptimizerSettings
-from hoop.engine.stage.autograd import CPU
 from hoop.engine.stage.optimizer import apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.memory import Arena
@@ -31,7 +30,7 @@ def test_a_replica_that_repeats_the_updates_has_the_same_bits(tmp_path: Path, op
     weights, total = random_vector(), random_vector()
     moments = [torch.zeros(TRAINED) for _ in range(settings.num_moments)]
     counter, frozen = torch.tensor([7]), torch.randn(3)
-    flat = FlatState(weights, TRAINED, moments, total)
+    flat = FlatState(weights, TRAINED, moments)
     state = [
         LiveSlice("weight", 0, torch.from_numpy(weights)[10:100]),
         LiveSlice("counter", 0, counter),
@@ -42,7 +41,7 @@ def test_a_replica_that_repeats_the_updates_has_the_same_bits(tmp_path: Path, op
     update = make_update(settings, torch.from_numpy(weights[:TRAINED]), moments)
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
         replica = Replica(
-            ReplicaLayout.from_json(vars(layout)), StateVectors(arena, "test."), "replicate", settings, True, CPU
+            ReplicaLayout.from_json(vars(layout)), StateVectors(arena, "test."), "replicate", settings, True, None
         )
         incoming = iter([one for one in arrays if one.nbytes])
 

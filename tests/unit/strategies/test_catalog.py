@@ -10,7 +10,7 @@ from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import STRATEGIES, all_strategies, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.hybrid import Hybrid
-from hoop.strategies.memory_fit import advice, fit, fitting_strategies
+from hoop.strategies.memory_fit import GPU_ALIGNMENT, Gradients, advice, fit, fitting_strategies, gpu_shard_bytes
 from hoop.strategies.parameter_server import ParameterServer
 from hoop.strategies.pipeline import Pipeline
 from hoop.strategies.ring import RingModel
@@ -120,6 +120,26 @@ def test_strategies_that_would_fit_are_suggested() -> None:
 def test_the_smallest_device_of_a_stage_limits_it() -> None:
     with pytest.raises(FailedPrecondition, match="needs 32 MiB and has 10 MiB"):
         fit(DataParallel(), DataParallel().plan(3, 8), blocks(), [40 * MIB, 10 * MIB, None])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "rank", "weights", "optimizer", "gradients"),
+    [
+        pytest.param("pipeline:1f1b", 4, 0, 2, 4, 2 * 3, id="the row of the whole sum is the total"),
+        pytest.param("hybrid:replicas=2", 4, 3, 4, 8, 4 * 4, id="three rows, and the total"),
+        pytest.param("ring:async", 4, 0, 3 * 2, 4, 2 * 3, id="two versions, and the one that computes"),
+        pytest.param("ps:bsp", 3, 0, 8, 0, 8 * 4, id="a worker has a row for each slot"),
+        pytest.param("ps:bsp", 3, 2, 8, 16, 8, id="a server has the sum"),
+    ],
+)
+def test_memory_on_a_gpu_where_the_state_is_partitioned(
+    strategy: str, devices: int, rank: int, weights: int, optimizer: int, gradients: int
+) -> None:
+    """Four gradient buffers a stage: three slots and a total, or a worker's four slots. In MiB, as the blocks are."""
+    plan = parse(strategy).plan(devices, 8)
+    found = fit(parse(strategy), plan, blocks(), [None] * devices)
+    needed = gpu_shard_bytes(found, plan, blocks(), Gradients(4, 4), rank)
+    assert 0 < needed - (weights + optimizer + gradients) * MIB <= 16 * GPU_ALIGNMENT
 
 
 def test_a_server_with_too_little_memory_is_refused() -> None:

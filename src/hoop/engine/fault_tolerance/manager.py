@@ -95,7 +95,7 @@ class ShardedStateManager:
         plan, rank, blocks = setup.plan, setup.executor.rank, blocks_of(setup.model)
         if plan.servers or any(len(ranks) > 1 for ranks in plan.holders):
             self._written_by_peers.add(len(self._vectors) - 1)
-        if plan.stages > 1 and not plan.servers and setup.executor.update_device.type == "cpu":
+        if plan.stages > 1 and not plan.servers and setup.executor.accelerator is None:
             ends = [*setup.bounds[1:], len(blocks)]
             held = {one for stage in plan.held_by(rank) for one in range(setup.bounds[stage], ends[stage])}
             release_tensors(block for index, block in enumerate(blocks) if index not in held)
@@ -176,7 +176,6 @@ class ShardedStateManager:
         ``done``, ``epoch_end``, ``stopped``: for ``RankStatus``. Raises ``StateLost`` if no step is complete. After any
         error it can be called again, for the next generation.
         """
-        settings, timeout = self._settings, self._settings.timeout_s
         self._save_and_free()
         steps = [one.step for one in self._saved]
         self._vectors.append(self._vectors[0].child(f"cut{len(self._vectors)}."))
@@ -184,8 +183,26 @@ class ShardedStateManager:
         model, self.initial_model = reused or self.initial_model, None
         costs = self._setup.blocks if self._setup is not None else None
         setup = prepare(
-            context, settings, self._job, self._data, self._vectors[-1], resharding=True, model=model, known=costs
+            context, self._settings, self._job, self._data, self._vectors[-1], resharding=True, model=model, known=costs
         )
+        try:
+            plan = self._load_shard(context, setup, done, epoch_end, stopped)
+            if not plan.sources and reused is not None:
+                raise InternalError(f"the run begins again, and device {context.device} has state of the steps {steps}")
+        except BaseException:
+            setup.executor.close()
+            raise
+        if self._setup is not None:
+            setup.executor.profiler.prepend(self._setup.executor.profiler)
+            setup.executor.extra_bytes_sent = self._setup.executor.bytes_sent
+        self.set_live(setup, plan.step)
+        return setup, plan
+
+    def _load_shard(
+        self, context: RankContext, setup: TrainingSetup, done: int, epoch_end: int, stopped: bool
+    ) -> RecoveryPlan:
+        """Collective. Agree on the newest complete state, and load the part of it that ``setup`` holds."""
+        settings, timeout = self._settings, self._settings.timeout_s
         offers = [(one.step, one.slices) for one in self._saved]
         if self._joining:
             # Later than any count so far, should no survivor know it: there was at most one per generation.
@@ -206,18 +223,12 @@ class ShardedStateManager:
         )
         whole = whole_state(setup.model, settings.optimizer.num_moments)
         plan = agree_on_recovery(context.communicator, status, whole, timeout)
-        if not plan.sources and reused is not None:
-            raise InternalError(f"the run begins again, and device {context.device} has state of the steps {steps}")
         if plan.sources:
             targets = setup.role.restore_targets(setup.model)
             found, source = collect(context, plan, self._saved, targets, timeout)
             setup.role.restore(setup.model, found, plan.step)
             plan = replace(plan, source="" if status.survived else source)
-        if self._setup is not None:
-            setup.executor.profiler.prepend(self._setup.executor.profiler)
-            setup.executor.extra_bytes_sent = self._setup.executor.bytes_sent
-        self.set_live(setup, plan.step)
-        return setup, plan
+        return plan
 
     def _model_without_weights(self, steps: Sequence[int]) -> nn.Module | None:
         """The model of the last partitioning, for the next one; None if it must be built again.
@@ -226,8 +237,8 @@ class ShardedStateManager:
         initial model, and every weight is loaded again: drawing millions of random numbers would only take time.
         """
         last = self._setup
-        if last is None or min(steps, default=0) < 2 or last.plan.servers or last.executor.update_device.type != "cpu":
-            return None  # servers restore a whole model, of which they hold slices
+        if last is None or min(steps, default=0) < 2 or last.plan.servers or last.executor.accelerator is not None:
+            return None  # servers restore a whole model, of which they hold slices; a GPU measures the blocks again
         release_tensors(blocks_of(last.model))
         return last.model
 

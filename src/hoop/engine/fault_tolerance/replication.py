@@ -13,7 +13,8 @@ A replica has the same vectors as its owner, so the same update works on them:
     | weights | moment 0 | moment 1 |   per stage, or per server shard   | counters, untrained tensors |
 
 The owner sends all of it once. After that it sends the summed gradient of each step (a third of Adam's state), and the
-holder repeats the update. Every element is updated by itself, by the same kernel, so the bits are equal.
+holder repeats the update. Every element is updated by itself, by the same kernel, so the bits are equal. On a GPU the
+holder has weights and moments of the replica on its GPU, and uploads the gradient.
 
 Ranks of asynchronous strategies synchronize only every ``stride`` steps, and updates do not wait. Each rank keeps a
 copy of its state at the last synchronization and sends its whole state at the next one, alternating between two
@@ -58,6 +59,8 @@ from hoop.engine.job import names_of
 from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.roles.base import RankRole
 from hoop.engine.settings import Settings
+from hoop.engine.stage.accelerator import Accelerator, Staging
+from hoop.engine.stage.device_state import DeviceState
 from hoop.engine.stage.optimizer import apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition
@@ -135,6 +138,57 @@ def replica_layout(
     return ReplicaLayout(vectors, firsts, slices, [named[name] for name in counters]), arrays
 
 
+class StageReplica:
+    """The vectors of one stage in a replica, in the arena, and the memory into which a step's gradient is received.
+
+    On a GPU ``GpuStageReplica`` takes its place.
+    """
+
+    def __init__(self, flat: FlatState, optimizer: OptimizerSettings, total: Floats) -> None:
+        self._flat, self._total = flat, total
+        self._update = make_update(optimizer, torch.from_numpy(flat.weights[: flat.trained]), flat.moments)
+
+    @property
+    def total(self) -> Floats:
+        """The memory for the next gradient, which the caller fills before ``apply_update``."""
+        return self._total
+
+    def apply_update(self, rate: float, step: int) -> None:
+        """Update the state with the gradient in ``total``; ``rate`` is the learning rate."""
+        apply_update(self._update, self._flat.weights, self._flat.trained, self._total, rate, step)
+
+    def download(self) -> None:
+        """Bring the vectors in the arena up to date."""
+
+    def on_arena_change(self) -> None:
+        """The vectors in the arena were received, and are the current state."""
+
+
+class GpuStageReplica(StageReplica):
+    """The vectors of one stage in a replica on this rank's GPU, with a copy in the arena."""
+
+    def __init__(self, accelerator: Accelerator, name: str, flat: FlatState, optimizer: OptimizerSettings) -> None:
+        """``name``: begins the names of the buffers on the GPU."""
+        self._staging = Staging(accelerator, len(flat.weights))
+        super().__init__(flat, optimizer, self._staging.array)
+        self._device_state = DeviceState(accelerator, name, flat.weights, flat.trained, flat.moments, optimizer)
+        self._device_total = accelerator.vector(f"{name}total", len(flat.weights))
+
+    @property
+    def total(self) -> Floats:
+        return self._staging.array
+
+    def apply_update(self, rate: float, step: int) -> None:
+        self._staging.send(self._device_total)
+        self._device_state.apply_update(self._device_total, rate, step)
+
+    def download(self) -> None:
+        self._device_state.download()
+
+    def on_arena_change(self) -> None:
+        self._device_state.on_arena_change()
+
+
 class Replica:
     """Another rank's state, kept at this rank, with at most one received update that is not applied yet."""
 
@@ -145,29 +199,35 @@ class Replica:
         name: str,
         optimizer: OptimizerSettings,
         incremental: bool,
-        device: torch.device,
+        accelerator: Accelerator | None,
     ) -> None:
         """``incremental``: gradients will come, and updates are repeated here; otherwise whole states will come.
 
-        ``device``: where updates are computed.
+        ``accelerator``: the GPU that has the state then; None: it is in the arena only.
         """
         self._layout = layout
         self._data: Bytes = vectors.new(name, layout.size // 4).view(np.uint8)
         specs, offsets = [one for one, _ in layout.slices], [offset for _, offset in layout.slices]
         self.shard = StateShard(specs, self._data, offsets=offsets)
-        self._updates = []
-        self.totals: list[Floats] = []
-        """Receive buffers: the summed gradient of each stage …"""
+        self._stages: list[StageReplica] = []
         for number, (first, elements, trained) in enumerate(layout.flats if incremental else ()):
             weights = self._vector(first)
             assert len(weights) == elements, "the owner's layout is consistent"
-            self.totals.append(vectors.new(f"{name}.total{number}", elements))
             moments = [torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.num_moments)]
-            update = make_update(optimizer, torch.from_numpy(weights[:trained]), moments, device)
-            self._updates.append((update, weights, trained))
+            flat = FlatState(weights, trained, moments)
+            if accelerator is None:
+                total = vectors.new(f"{name}.total{number}", elements)
+                self._stages.append(StageReplica(flat, optimizer, total))
+            else:
+                self._stages.append(GpuStageReplica(accelerator, f"{name}.stage{number}.", flat, optimizer))
         self.counters: Bytes = np.empty(sum(count for _, count in layout.counters), np.uint8)
-        """… and the counters after the step."""
+        """Receive buffer: the counters after the step."""
         self._pending: tuple[int, float] | None = None
+
+    @property
+    def totals(self) -> list[Floats]:
+        """Receive buffers: the summed gradient of each stage."""
+        return [one.total for one in self._stages]
 
     def _vector(self, number: int) -> Floats:
         offset, count = self._layout.vectors[number]
@@ -188,6 +248,8 @@ class Replica:
                 np.copyto(into, arena[place : place + count])
             elif count:
                 receive(into.data)
+        for one in self._stages:
+            one.on_arena_change()
         self.shard.step = step
 
     def schedule_update(self, step: int, rate: float) -> None:
@@ -201,8 +263,8 @@ class Replica:
             return False
         (step, rate), self._pending = self._pending, None
         self.shard.step = NO_STEP
-        for (update, weights, trained), total in zip(self._updates, self.totals, strict=True):
-            apply_update(update, weights, trained, total, rate, step - 1)
+        for one in self._stages:
+            one.apply_update(rate, step - 1)
         at = 0
         for offset, count in self._layout.counters:
             self._data[offset : offset + count] = self.counters[at : at + count]
@@ -212,8 +274,13 @@ class Replica:
 
     def clone_versions(self) -> list[StateShard]:
         """Copies of every consistent version in private memory: the present one, and that after the pending update."""
-        found = [self.shard.clone()] if self.shard.step != NO_STEP else []
-        return found + ([self.shard.clone()] if self.apply_update() else [])
+        found = [self._clone()] if self.shard.step != NO_STEP else []
+        return found + ([self._clone()] if self.apply_update() else [])
+
+    def _clone(self) -> StateShard:
+        for one in self._stages:
+            one.download()
+        return self.shard.clone()
 
 
 class Replicator:
@@ -246,7 +313,7 @@ class Replicator:
                     f"replica{owner}.{turn}",
                     settings.optimizer,
                     self._incremental,
-                    role.executor.update_device,
+                    role.executor.accelerator,
                 )
                 for turn in range(1 if self._incremental else 2)
             ]
@@ -320,7 +387,7 @@ class Replicator:
 
     def _outgoing(self) -> list[Array]:
         """This step's gradients, or their offsets in this rank's arena if holders have it mapped; then counters."""
-        totals = [one.total for one in self._role.flat_states()]
+        totals = self._role.totals()
         counters = [later.contiguous().view(-1).numpy().view(np.uint8) for _, later in self._role.counters()]
         if self._arenas:
             self._role.executor.extra_bytes_sent += len(self._holders) * sum(one.nbytes for one in totals)
@@ -330,12 +397,13 @@ class Replicator:
 
     def _receive_gradients(self, owner: int, replica: Replica, receive: Receive) -> None:
         """The receiving side of ``_outgoing``."""
-        offsets = np.empty(len(replica.totals) if self._arenas else 0, np.int64)
+        totals = replica.totals
+        offsets = np.empty(len(totals) if self._arenas else 0, np.int64)
         if offsets.size:
             receive(offsets.view(np.uint8).data)
-            for offset, total in zip(offsets.tolist(), replica.totals, strict=True):
+            for offset, total in zip(offsets.tolist(), totals, strict=True):
                 np.copyto(total, self._arenas[owner][offset : offset + total.nbytes].view(np.float32))
-        for total in replica.totals if not self._arenas else ():
+        for total in totals if not self._arenas else ():
             if total.size:
                 receive(total.view(np.uint8).data)
         if replica.counters.size:
@@ -411,6 +479,15 @@ def copies_bytes(
             copies[rank] += share.state
         copies[rank] += COPIES * share.state * persistent_memory
     return copies
+
+
+def gpu_copies_bytes(
+    plan: Plan, fit: Fit, blocks: Sequence[Block], hosts: Sequence[Hashable] = (), replicas: int = 1
+) -> list[int]:
+    """Bytes of each rank's replicas on its GPU: those that it updates. Asynchronous strategies' are in the arena."""
+    if not fit.strategy.synchronous or not replicas:
+        return [0] * plan.size
+    return copies_bytes(plan, fit, blocks, hosts, replicas=replicas)
 
 
 def check_memory(

@@ -39,14 +39,12 @@ class LiveSlice(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """One stage's weights and optimizer state, as the flat vectors that an update works on."""
+    """One stage's weights and optimizer state, as the flat vectors that an update works on, or copies of them."""
 
     weights: Array
     trained: int
     """The optimizer updates the first ``trained`` elements of ``weights``; to the rest, buffers, the total is added."""
     moments: list[Tensor]
-    total: Array
-    """The step's summed gradient, followed by the summed changes of the buffers."""
 
 
 def specs_of(state: Iterable[LiveSlice]) -> list[SliceSpec]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from hoop.collectives.reduction import Array
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
@@ -106,6 +107,8 @@ class RankRole:
         executor = self.executor
         holders = enumerate(executor.plan.holders)
         mine = [executor.stage_states[stage] for stage, ranks in holders if ranks[0] == executor.rank]
+        for one in mine:
+            one.download()
         return tensors_of(mine, names_of(model)) if mine else None
 
     def checkpoint_reader(self, model: nn.Module) -> Callable[[], dict[str, Tensor]] | None:
@@ -117,13 +120,20 @@ class RankRole:
 
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
         """Load the state of a checkpoint that was made after ``done`` steps."""
-        restore(list(self.executor.stage_states.values()), model, tensors)
+        stage_states = list(self.executor.stage_states.values())
+        restore(stage_states, model, tensors)
+        for one in stage_states:
+            one.on_arena_change()
 
     # ---- for fault tolerance (replication.py, recovery.py, local_persistence.py)
 
     def live_slices(self, model: nn.Module) -> list[LiveSlice]:
-        """Return this rank's part of the training state, which only it and its replicas have: tensors, or slices."""
+        """Return this rank's part of the training state, which only it and its replicas have: tensors, or slices.
+
+        They are in host memory, and up to date.
+        """
         executor = self.executor
+        self._download()
         names = names_of(model)
         found = tensors_of(executor.stage_states.values(), names)
         for stage, stage_state in executor.stage_states.items():
@@ -134,12 +144,17 @@ class RankRole:
         return [LiveSlice(name, 0, one.contiguous().view(-1)) for name, one in found.items()]
 
     def flat_states(self) -> list[FlatState]:
-        """Return the vectors that this rank's updates work on, stage by stage."""
+        """Return the vectors in the arena that this rank's updates work on, or a copy of them, stage by stage."""
         stage_states = self.executor.stage_states.values()
-        return [
-            FlatState(one.state_array, one.layout.trained, one.moments, one.total[: one.layout.state])
-            for one in stage_states
-        ]
+        return [FlatState(one.state_array, one.layout.trained, one.moments) for one in stage_states]
+
+    def totals(self) -> list[Array]:
+        """Return the step's summed gradient for each of ``flat_states``, with the summed changes of the buffers."""
+        return [one.host_total() for one in self.executor.stage_states.values()]
+
+    def _download(self) -> None:
+        for one in self.executor.stage_states.values():
+            one.download()
 
     def counters(self) -> list[tuple[Tensor, Tensor]]:
         """Return the counters of this rank, each with its value after the current step."""
@@ -152,6 +167,7 @@ class RankRole:
 
     def restore_targets(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that ``restore`` loads, with their current values."""
+        self._download()
         return tensors_of(self.executor.stage_states.values(), names_of(model))
 
     def deadline(self) -> float:

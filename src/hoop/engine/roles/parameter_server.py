@@ -10,13 +10,7 @@
                updates once per step: the bits of data parallel
     asp, ssp   a server makes an update for each push, in the order of its rule (``strategies/parameter_server.py``)
 
-The weights are cut into slices of consecutive elements (``ServerSlice``):
-
-    | parameters … | buffers … | tail |        a gradient; the weights have no tail
-    |  slice 0  |  slice 1  |  slice 2 |       cut at multiples of 64 elements; the last slice has the tail
-
-Updates are elementwise, and no kernel has a remainder at a multiple of 64 elements. So the updates of the slices give
-the same bits as one update of the whole vector. The last server has the tail, so it knows the losses and reports them.
+The weights are cut into slices of consecutive elements (``server_shard.py``).
 """
 
 from __future__ import annotations
@@ -36,15 +30,19 @@ from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
-from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
+from hoop.engine.roles.server_shard import (
+    GpuServerShard,
+    ParameterPiece,
+    ServerShard,
+    parameter_pieces,
+    server_slices,
+)
 from hoop.engine.stage.gradient_reduction import clip_scale
-from hoop.engine.stage.optimizer import apply_update, make_update
-from hoop.engine.stage.state import LOSS, PAD, TAIL, StateLayout, StateVectors, squared_norms
+from hoop.engine.stage.state import LOSS, TAIL, StateLayout, StateVectors, squared_norms
 from hoop.engine.step_schedule import StepWork
 from hoop.plan.instructions import Instruction, InstructionKind
-from hoop.plan.plan import split_evenly
 from hoop.strategies.base import Strategy
 from hoop.transport.base import PendingSend
 
@@ -128,6 +126,7 @@ class ServerClientRole(RankRole):
     def _get(self, instruction: Instruction) -> None:
         self.executor.channel.expect(instruction, self.deadline(), self._weights_of(instruction))
         if instruction.stage == len(self._slices) - 1:
+            self._stage_state.on_arena_change()
             self._stage_state.begin()  # shards start from the buffers that were received
 
     def _weights_of(self, message: Instruction) -> Tensor:
@@ -162,6 +161,9 @@ class ServerClientRole(RankRole):
     def flat_states(self) -> list[FlatState]:
         return []  # the weights are a copy
 
+    def totals(self) -> list[Array]:
+        return []
+
     def live_slices(self, model: nn.Module) -> list[LiveSlice]:
         """Return counters, which every worker with shards has and no server, and frozen parameters."""
         if not self.executor.plan.ranks[self.executor.rank]:
@@ -191,9 +193,11 @@ class ParameterServerRole(RankRole):
         self._active_workers = [rank for rank in plan.holders[0] if plan.ranks[rank]]
         self._rows, self._row_merges, self._total_row = _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
         rows = sum(len(one) for one in self._rows.values()) or 1
-        optimizer = executor.settings.optimizer
-        self._shard = ServerShard(
-            vectors, self._layout, self._slices[self._number], optimizer, rows, executor.update_device
+        optimizer, part = executor.settings.optimizer, self._slices[self._number]
+        self._shard: ServerShard = (
+            ServerShard(vectors, self._layout, part, optimizer, rows)
+            if executor.accelerator is None
+            else GpuServerShard(executor.accelerator, vectors, self._layout, part, optimizer, rows)
         )
         self._pending_gives: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
@@ -258,7 +262,8 @@ class ParameterServerRole(RankRole):
         self.executor.execute(instruction)
 
     def _give(self, instruction: Instruction) -> None:
-        pending = self.executor.channel.send(instruction, torch.from_numpy(self._shard.weights), self.deadline())
+        weights = torch.from_numpy(self._shard.current_weights())
+        pending = self.executor.channel.send(instruction, weights, self.deadline())
         if pending is not None:
             self._pending_gives.append(pending)
 
@@ -282,12 +287,13 @@ class ParameterServerRole(RankRole):
             if not pending.done:
                 pending.detach()  # copies the unsent bytes: the receiver gets the weights before this update
         self._pending_gives.clear()
-        shard, clip = self._shard, self.executor.settings.optimizer.clip
-        scale = 1.0
-        if clip:
-            gradient = torch.from_numpy(shard.rows[self._total_row]).to(self.executor.update_device)
-            scale = float(clip_scale(squared_norms(self._layout.views_trained(gradient)), clip))
-        shard.scale_gradient(self._total_row, scale)
+        shard = self._shard
+        shard.on_total(self._total_row)
+        if clip := self.executor.settings.optimizer.clip:
+            gradient = shard.gradient(self._total_row)
+            shard.scale_gradient(
+                self._total_row, float(clip_scale(squared_norms(self._layout.views_trained(gradient)), clip))
+            )
         rate = self._works[self._step].rate
         self.executor.deferred_updates.submit(
             partial(shard.apply_update, self._total_row, rate, self._updates), instruction
@@ -311,6 +317,7 @@ class ParameterServerRole(RankRole):
 
         Elements of such a parameter in later slices are received from the servers of those slices.
         """
+        self._shard.download()
         channel, names, servers = self.executor.channel, names_of(model), self.executor.plan.servers
         for piece in self._pieces[self._number]:
             if piece.first_slice != self._number:
@@ -340,6 +347,7 @@ class ParameterServerRole(RankRole):
         restore([whole], model, tensors)
         self._shard.load_weights(self._layout)
         self._shard.load_moments(whole.moments)
+        self._shard.on_arena_change()
 
     def _whole_state(self) -> _WholeState:
         return _WholeState(self._layout, [torch.zeros(self._layout.trained) for _ in self._shard.moments])
@@ -347,9 +355,13 @@ class ParameterServerRole(RankRole):
     # ---- for fault tolerance
 
     def flat_states(self) -> list[FlatState]:
-        return [self._shard.flat_state(self._total_row)]
+        return [self._shard.flat_state()]
+
+    def totals(self) -> list[Array]:
+        return [self._shard.rows[self._total_row, : self._shard.part.weights]]
 
     def live_slices(self, model: nn.Module) -> list[LiveSlice]:
+        self._shard.download()
         return self._shard.live_slices(self._layout, names_of(model))
 
     def restore_targets(self, model: nn.Module) -> dict[str, Tensor]:
@@ -389,128 +401,3 @@ def _assign_rows(executor: PlanExecutor) -> tuple[dict[int, list[int]], list[tup
 
     total = build(sum_expression(holdings, plan.num_microbatches))
     return rows, merges, total
-
-
-# ---- the shard of a server
-
-
-@dataclass(frozen=True)
-class ServerSlice:
-    """Elements ``[low, high)`` of the weights; its gradient is ``[low, end)``, for the last slice with the tail."""
-
-    low: int
-    high: int
-    end: int
-    trained: int
-    """Number of its elements that the optimizer updates; the rest are buffers."""
-
-    @property
-    def weights(self) -> int:
-        return self.high - self.low
-
-    @property
-    def width(self) -> int:
-        """Elements of its gradient."""
-        return self.end - self.low
-
-
-def server_slices(layout: StateLayout, servers: int) -> list[ServerSlice]:
-    """Cut the weights into one slice per server; with fewer units of 64 elements, the last slices are empty."""
-    found = []
-    for part in split_evenly(layout.state // PAD, servers):
-        low, high = part.start * PAD, part.stop * PAD
-        found.append(ServerSlice(low, high, high, max(0, min(high, layout.trained) - low)))
-    last = found[-1]
-    found[-1] = ServerSlice(last.low, last.high, layout.total, last.trained)
-    return found
-
-
-@dataclass(frozen=True)
-class ParameterPiece:
-    """The elements of a parameter that are in one slice: ``[low, high)`` of the whole vector."""
-
-    parameter: int
-    low: int
-    high: int
-    first_slice: int
-    """The slice in which the parameter begins."""
-
-
-def parameter_pieces(layout: StateLayout, parts: list[ServerSlice]) -> list[list[ParameterPiece]]:
-    """Return the pieces of parameters in each slice, in order."""
-    found: list[list[ParameterPiece]] = [[] for _ in parts]
-    for index, parameter in enumerate(layout.parameters):
-        start = layout.offsets[index]
-        stop = start + parameter.numel()
-        first_slice = next((number for number, one in enumerate(parts) if one.low <= start < one.high), 0)
-        for number, one in enumerate(parts):
-            low, high = max(start, one.low), min(stop, one.high)
-            if low < high:
-                found[number].append(ParameterPiece(index, low, high, first_slice))
-    return found
-
-
-class ServerShard:
-    """The state of one server in the arena: its slice of the weights, optimizer state, and rows for gradients."""
-
-    def __init__(
-        self,
-        vectors: StateVectors,
-        layout: StateLayout,
-        part: ServerSlice,
-        optimizer: OptimizerSettings,
-        rows: int,
-        device: torch.device,
-    ) -> None:
-        """``rows``: number of gradients that it holds at a time. ``device``: where updates are computed."""
-        self.part = part
-        self.weights: Array = vectors.new("slice.weights", part.weights)
-        self._trained = torch.from_numpy(self.weights[: part.trained])
-        self.moments = [
-            torch.from_numpy(vectors.new(f"slice.moment{index}", part.trained))
-            for index in range(optimizer.num_moments)
-        ]
-        self.rows: Array = vectors.new("slice.gradients", rows * part.width).reshape(rows, part.width)
-        self._update = make_update(optimizer, self._trained, self.moments, device)
-        self.load_weights(layout)
-
-    def load_weights(self, layout: StateLayout) -> None:
-        """Copy the slice out of the model's tensors."""
-        whole = torch.zeros(layout.state)
-        with torch.no_grad():
-            for view, tensor in zip(layout.views(whole), layout.tensors, strict=True):
-                view.copy_(tensor)
-        np.copyto(self.weights, whole[self.part.low : self.part.high].numpy())
-
-    def load_moments(self, wholes: list[Tensor]) -> None:
-        for moment, whole in zip(self.moments, wholes, strict=True):
-            moment.copy_(whole[self.part.low : self.part.low + self.part.trained])
-
-    def scale_gradient(self, row: int, scale: float) -> None:
-        if scale != 1.0:
-            torch.from_numpy(self.rows[row, : self.part.trained]).mul_(scale)
-
-    def apply_update(self, row: int, rate: float, step: int) -> None:
-        """Update the slice with the gradient in a row."""
-        apply_update(self._update, self.weights, self.part.trained, self.rows[row], rate, step)
-
-    def tail(self, row: int) -> Array:
-        """Return the tail of the gradient in a row; only the last slice has one."""
-        return self.rows[row, self.part.weights :]
-
-    def flat_state(self, row: int) -> FlatState:
-        return FlatState(self.weights, self.part.trained, self.moments, self.rows[row, : self.part.weights])
-
-    def live_slices(self, layout: StateLayout, names: Mapping[int, str]) -> list[LiveSlice]:
-        """Return weights and optimizer state as slices of the model's tensors."""
-        found = []
-        part, vectors = self.part, [torch.from_numpy(self.weights), *self.moments]
-        for index, (offset, tensor) in enumerate(zip(layout.offsets, layout.tensors, strict=True)):
-            low, high = max(offset, part.low), min(offset + tensor.numel(), part.high)
-            trained = index < len(layout.parameters)
-            for number, vector in enumerate(vectors if trained else vectors[:1]):
-                prefix = f"{MOMENT}{number - 1}." if number else ""
-                if low < high:
-                    elements = vector[low - part.low : high - part.low]
-                    found.append(LiveSlice(prefix + names[id(tensor)], low - offset, elements))
-        return found

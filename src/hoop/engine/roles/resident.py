@@ -284,11 +284,6 @@ class ResidentRole(RankRole):
     def on_state_change(self) -> None:
         self._state.on_arena_change()
 
-    def checkpoint_tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
-        if self.executor.rank == 0:
-            self._state.download()
-        return super().checkpoint_tensors(model)
-
     def checkpoint_reader(self, model: nn.Module) -> Callable[[], dict[str, Tensor]] | None:
         if self.executor.rank:
             return None
@@ -303,7 +298,6 @@ class ResidentRole(RankRole):
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
         self._state.download()
         super().restore(model, tensors, done)
-        self._state.on_arena_change()
 
     # ---- measurements before the first step
 

@@ -25,7 +25,7 @@ from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
 from hoop.engine.stage.state import LOSS, StateVectors
-from hoop.engine.stage.weight_versions import NUM_VERSIONS, WeightVersions
+from hoop.engine.stage.weight_versions import NUM_VERSIONS, WeightVersions, versions_of
 from hoop.engine.step_schedule import StepWork
 from hoop.errors import InternalError
 from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, InstructionKind
@@ -116,7 +116,7 @@ class AsynchronousRingRole(RingRole):
             (_, slot), *others = one_step.nodes
             assert not others, "a rank that computes all shards of a stage holds their sum in one node"
             self._total_slots[stage] = [slot + lane * shift for lane in range(NUM_VERSIONS)]
-            self._versions[stage] = WeightVersions(stage_state, vectors, settings.optimizer, f"stage{stage}.")
+            self._versions[stage] = versions_of(stage_state, vectors, settings.optimizer, f"stage{stage}.")
         executor.register_handlers({InstructionKind.REDUCE: self._reduce, InstructionKind.UPDATE: self._update})
         self._received: Counter[tuple[InstructionKind, int]] = Counter()
         self._updates_made: Counter[int] = Counter()
@@ -166,10 +166,9 @@ class AsynchronousRingRole(RingRole):
             self.executor.begin(self._works[step].position, self._works[step].samples)
 
     def _reduce(self, instruction: Instruction) -> None:
-        stage_state = self.executor.stage_states[instruction.stage]
-        stage_state.total = stage_state.slots[
-            self._total_slots[instruction.stage][self._updates_made[instruction.stage] % NUM_VERSIONS]
-        ]
+        slots = self._total_slots[instruction.stage]
+        lane = self._updates_made[instruction.stage] % NUM_VERSIONS
+        self.executor.stage_states[instruction.stage].select_total(slots[lane])
 
     def _update(self, instruction: Instruction) -> None:
         work = self._works[self._updates_made[instruction.stage]]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hoop.collectives.rank_context import RankContext
+from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError
@@ -76,6 +77,8 @@ class Accelerator:
         self._compiled_kernels = compiled_kernels
         self.usual_kernels = True
         """False while the computations have another number of samples than usual: see ``select_kernels``."""
+        self.bytes_uploaded = self.bytes_downloaded = 0
+        """Bytes that were copied to the GPU and from it by ``upload``, ``download``, ``copy_in`` and ``copy_out``."""
         self.cuda = device.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(device)  # for this thread
@@ -86,14 +89,30 @@ class Accelerator:
         """Return a copy on the GPU. The caller may overwrite the original at once; does not wait for computations."""
         if tensor.device == self.device:
             return tensor
-        if not self.cuda:
-            return tensor.to(self.device)
+        self.bytes_uploaded += tensor.nbytes
         with torch.cuda.stream(self._upload_stream):
             copy = tensor.to(self.device)
         compute_stream = torch.cuda.current_stream(self.device)
         compute_stream.wait_stream(self._upload_stream)
         copy.record_stream(compute_stream)
         return copy
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in host memory, after the computations that make it; itself, if the GPU is emulated."""
+        if tensor.device == torch.device("cpu"):
+            return tensor
+        self.bytes_downloaded += tensor.nbytes
+        return tensor.cpu()
+
+    def copy_in(self, into: Tensor, host: Tensor, wait: bool = True) -> None:
+        """Copy a vector to the GPU. ``wait``: until the copy is done; False only from pinned memory."""
+        self.bytes_uploaded += host.nbytes
+        into.copy_(host, non_blocking=not wait)
+
+    def copy_out(self, into: Tensor, device: Tensor) -> None:
+        """Copy a vector of the GPU to host memory, after the computations that make it."""
+        self.bytes_downloaded += device.nbytes
+        into.copy_(device)
 
     def pinned_buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate pinned host memory, which the GPU copies from and to asynchronously."""
@@ -210,6 +229,42 @@ class Accelerator:
         """Wait until all computations and copies are done."""
         if self.cuda:
             torch.cuda.current_stream(self.device).synchronize()
+
+
+class Staging:
+    """Pinned host memory through which vectors are copied between the arena and the GPU, one at a time.
+
+    Copies from and to pinned memory are faster, and an upload does not wait for the GPU. Used by one thread.
+    """
+
+    def __init__(self, accelerator: Accelerator, count: int) -> None:
+        """``count``: elements of the longest vector."""
+        self._accelerator, self._pinned = accelerator, accelerator.pinned_buffer(count)
+        self._array: Array = self._pinned.numpy()
+        self._sending = False
+
+    @property
+    def array(self) -> Array:
+        """The memory, for the caller to fill before ``send``. Waits until the last upload has read it."""
+        if self._sending:
+            self._accelerator.synchronize()
+            self._sending = False
+        return self._array
+
+    def send(self, into: Tensor) -> None:
+        """Copy the first elements of ``array`` to a vector on the GPU; returns before the copy is done."""
+        self._accelerator.copy_in(into, self._pinned[: len(into)], wait=False)
+        self._sending = True
+
+    def upload(self, into: Tensor, host: Array) -> None:
+        """Copy a vector to the GPU. The caller may overwrite it at once."""
+        np.copyto(self.array[: len(host)], host)
+        self.send(into)
+
+    def download(self, into: Array, device: Tensor) -> None:
+        """Copy a vector of the GPU to host memory, after the computations that make it."""
+        self._accelerator.copy_out(self._pinned[: len(device)], device)
+        np.copyto(into, self._array[: len(device)])
 
 
 def may_use_gpu(settings: Settings) -> bool:

@@ -1,4 +1,4 @@
-"""Stages on a GPU whose state stays in host memory: CUDA graphs, and a stage state with a device copy.
+"""Stages on a GPU: CUDA graphs, and the state of a stage of a pipeline, a hybrid, a ring, or a server's worker.
 
 **CudaGraphStage.** A model of some hundred small kernels takes the CPU longer to launch than the GPU to compute. A CUDA
 graph launches them as one. A graph computes at fixed addresses, so each micro-batch in flight has a lane:
@@ -9,16 +9,18 @@ graph launches them as one. A graph computes at fixed addresses, so each micro-b
 A shard with fewer samples (of an epoch's last batch) is computed without a graph, on every rank alike. So are stages
 that cannot be captured: blocks that draw random numbers, and modules whose code may launch other kernels each time.
 
-**GpuStageState.** The state of the stage stays in the arena. A copy of its blocks on the GPU computes it:
+**GpuStageState.** The state of the stage stays on the GPU (``DeviceState``); the arena has a copy, which is made when
+something needs it. A copy of the stage's blocks has its weights there:
 
-    arena   weights ──(1)──▶ GPU   weights of the copy           (1) a step begins: one copy, from pinned memory
-                                   forward, backward             (2) one row per gradient slot, as in the arena; the GPU
-                                   rows ◀─(2)                        merges the rows of complete tree nodes
-    arena   slots ◀──(3)──── GPU   a node's row                  (3) the rank's shards of a node are complete: one copy
+    GPU     weights, moments ── forward, backward ──▶ rows       (1) one row per gradient slot, as in the arena; the GPU
+                     ▲                                  │            merges the rows of complete tree nodes
+                     └── update ◀── total ◀─────────────┤        (2) this rank holds the stage alone: a row is the total
+                                      ▲                 ▼
+    arena                             └── total ◀── slots        (3) several ranks do: one copy each way, round the sum
 
-Collectives, updates, recovery and checkpoints use the arena, as without a GPU. A step uploads the weights once, and
-downloads one gradient for each tree node that the rank holds (one node if its shards are consecutive), however many
-shards it computes.
+The tail of a slot (metrics, votes, provenance) is in the arena only. In case (2) the gradient comes to the host only if
+another rank holds a replica of the stage (``host_total``). The workers of parameter servers have a copy of the weights:
+they upload it when they have received it, and download one gradient for each tree node.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hoop.collectives.reduction import Array
 from hoop.collectives.shard_tree import MergePlan, SlotMerge
 from hoop.engine.settings import Settings
-from hoop.engine.stage.accelerator import Accelerator
+from hoop.engine.stage.accelerator import Accelerator, Staging
 from hoop.engine.stage.autograd import AutogradStage, OnSegment, Stage, Views
+from hoop.engine.stage.device_state import DeviceState
 from hoop.engine.stage.provenance import mark
 from hoop.engine.stage.state import (
     HITS,
@@ -51,6 +54,7 @@ from hoop.engine.stage.state import (
     StateVectors,
     bind_tensors,
     make_stage,
+    squared_norms,
 )
 from hoop.plan.instructions import InstructionKind
 from hoop.plan.plan import Plan
@@ -201,7 +205,7 @@ class CudaGraphStage(Stage):
 
 
 class GpuStageState(StageState):
-    """The state of one stage on one rank, with a copy of the blocks on the rank's GPU that computes it."""
+    """The state of one stage on one rank, on the rank's GPU (or emulated, in host memory)."""
 
     def __init__(
         self,
@@ -223,9 +227,13 @@ class GpuStageState(StageState):
         self._channels_last = settings.channels_last
         self._modules = list(zip(nn.ModuleList(blocks).modules(), twins.modules(), strict=True))
         twin = StateLayout(twins)
-        self._device_state = torch.zeros(twin.state, device=device)
-        bind_tensors(twin, self._device_state)
-        self._device_buffers = self._device_state[twin.trained :]
+        self._staging = Staging(accelerator, twin.state)
+        optimizer = settings.optimizer if updates else None
+        self._device_state = DeviceState(
+            accelerator, name, self.state_array, twin.trained, self.moments, optimizer, self._staging
+        )
+        bind_tensors(twin, self._device_state.weights)
+        self._device_buffers = self._device_state.weights[twin.trained :]
         self._device_buffers_at_start = self._device_buffers.clone()
         self._device_buffer_deltas: dict[int, Tensor] = {}
         self._counts, self._counts_at_start, self._counts_added = flatten_counters(twin, device)
@@ -235,60 +243,79 @@ class GpuStageState(StageState):
             self.stage = CudaGraphStage(accelerator, self.stage, twins, rows, first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
         """Frozen parameters, still to be copied: they change only when a checkpoint is read, before the first step."""
-        self._upload_buffer = accelerator.pinned_buffer(twin.state)
-        self._download_buffer = accelerator.pinned_buffer(twin.state)
-        self._rows: list[Tensor] = []
+        self._rows: list[OutputRow] = []
         """One row per gradient slot, on the GPU."""
-        self._row_views: list[OutputRow] = []
+        self._total_slot: int | None = None
+        """The slot whose row is the total of a step; None: the total is summed in the arena."""
+        self._device_total = torch.zeros(0, device=device)
+        """The total that was summed in the arena."""
+        self._total_copied = False
+        """The total of this step is both in the arena and on the GPU."""
+        self._increments: list[tuple[Tensor, Tensor]] | None = None
+        """The counters with their increments in this step; None: not downloaded yet."""
         self._pending: list[tuple[int, int, ShardMetrics]] = []
         """(micro-batch, fingerprint, metrics) of the shards whose tails are not in the arena yet."""
-        self._rows_on_gpu: set[int] = set()
-        """Slots whose rows have not been downloaded."""
         self._last_shards: set[int] = set()
         """Micro-batches that complete a tree node, as far as this rank's shards go."""
 
     def _new_row(self) -> OutputRow:
         """Allocate a row for a gradient and the changes of the buffers."""
-        whole = torch.zeros(self.layout.state, device=self._accelerator.device)
+        return self._as_row(torch.zeros(self.layout.state, device=self._accelerator.device))
+
+    def _as_row(self, whole: Tensor) -> OutputRow:
         return OutputRow(whole, self.layout.views(whole)[: len(self.layout.parameters)], self.layout.trained)
 
-    # ---- upload
+    # ---- the two copies
+
+    @property
+    def weights(self) -> Tensor:
+        """Parameters and float buffers on the GPU."""
+        return self._device_state.weights
+
+    def new_vector(self, name: str) -> Tensor:
+        """Allocate a vector on the GPU for another version of the weights."""
+        return self._accelerator.vector(self._name + name, self.layout.state)
+
+    def on_device_change(self) -> None:
+        """The weights on the GPU were overwritten: the arena is out of date."""
+        self._device_state.on_device_change()
+
+    def on_arena_change(self) -> None:
+        self._device_state.on_arena_change()
+
+    def download(self) -> None:
+        self._device_state.download()
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return self._accelerator.upload(tensor)
 
     def sync_device_weights(self) -> None:
-        """Upload weights, buffers and counters: (1) of the module docstring."""
-        self._accelerator.synchronize()  # the last copy may still read the upload buffer
-        np.copyto(self._upload_buffer.numpy(), self.state_array)
-        self._device_state.copy_(self._upload_buffer, non_blocking=True)
-        if len(self._counts):
+        """Upload weights, moments and counters if the arena was changed, and set the modes of the blocks' copies."""
+        if self._device_state.upload() and len(self._counts):
             counts = torch.cat([one.reshape(-1) for one in batch_counters(self.layout)])
-            self._counts.copy_(counts, non_blocking=True)
+            self._accelerator.copy_in(self._counts, counts)
         while self._frozen:
             own, twin = self._frozen.pop()
-            twin.data.copy_(own.data)
+            self._accelerator.copy_in(twin.data, own.data)
         for module, other in self._modules:
             other.training = module.training
 
     def begin(self) -> None:
-        super().begin()
         self.sync_device_weights()
         self._device_buffers_at_start.copy_(self._device_buffers)
         self._counts_at_start.copy_(self._counts)
+        self._total_copied, self._increments = False, None
 
     def evaluate(self, inputs: Tensor) -> Tensor:
-        return self.stage.evaluate(self._to_memory_format(inputs)).cpu()
+        return self._accelerator.download(self.stage.evaluate(self._to_memory_format(inputs)))
 
     # ---- gradients
 
     def allocate_slots(self, holding: MergePlan, min_slots: int = 0) -> None:
-        for slot in sorted(self._rows_on_gpu):
-            self._download(slot)
         super().allocate_slots(holding, min_slots)
         if len(self.slots) > len(self._rows):
-            self._row_views = [self._new_row() for _ in self.slots]
-            self._rows = [row.whole for row in self._row_views]
+            rows = self._accelerator.vector(f"{self._name}rows", len(self.slots) * self.layout.state)
+            self._rows = [self._as_row(one) for one in rows.view(len(self.slots), -1)]
         self._last_shards = _node_last_shards(holding)
 
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
@@ -306,40 +333,39 @@ class GpuStageState(StageState):
         self._counts.copy_(self._counts_at_start)
 
     def gradient_views(self, micro: int) -> OutputRow:
-        return self._row_views[self._slot_merges[micro].slot]
+        return self._rows[self._slot_merges[micro].slot]
 
     def on_gradient(
         self, micro: int, metrics: ShardMetrics, shards: int, fingerprint: int = 0, merged: bool = False
     ) -> None:
         deltas = self._device_buffer_deltas.pop(micro, None)
         if deltas is not None:
-            row = self._rows[self._slot_merges[micro].slot]
+            row = self._rows[self._slot_merges[micro].slot].whole
             torch.div(deltas, shards, out=row[self.layout.trained :])
         self._merge_rows(micro, metrics, fingerprint)
 
     def on_empty_shard(self, micro: int) -> None:
-        self._rows[self._slot_merges[micro].slot].zero_()
+        self._rows[self._slot_merges[micro].slot].whole.zero_()
         self._merge_rows(micro, NO_METRICS)
 
     def _merge_rows(self, micro: int, metrics: ShardMetrics, fingerprint: int = 0) -> None:
-        """Merge the rows of the tree nodes that this shard completes: (2)."""
+        """Merge the rows of the tree nodes that this shard completes: (1)."""
         slot_merge = self._slot_merges[micro]
         for into, other in slot_merge.merges:
-            self._rows[into].add_(self._rows[other])
-            self._rows_on_gpu.discard(other)
+            self._rows[into].whole.add_(self._rows[other].whole)
         self._pending.append((micro, fingerprint, metrics))
-        slot = _merged_slot(slot_merge)
-        self._rows_on_gpu = (self._rows_on_gpu - {slot_merge.slot}) | {slot}
         if micro in self._last_shards:
-            self._download(slot)
+            self._write_tails()
+            if self._total_slot is None:
+                self._download_row(_merged_slot(slot_merge))
 
-    def _download(self, slot: int) -> None:
-        """Copy a row to its slot in the arena: (3). Also write and merge the tails, which exist in the arena only."""
-        self._download_buffer.copy_(self._rows[slot], non_blocking=True)
-        losses = _numbers([metrics[0] for _, _, metrics in self._pending])
-        self._accelerator.synchronize()
-        np.copyto(self.slots[slot, : self.layout.state], self._download_buffer.numpy())
-        self._rows_on_gpu.discard(slot)
+    def _download_row(self, slot: int) -> None:
+        """Copy a row to its slot in the arena: (3)."""
+        self._staging.download(self.slots[slot, : self.layout.state], self._rows[slot].whole)
+
+    def _write_tails(self) -> None:
+        """Write and merge the tails of the shards computed so far, which exist in the arena only."""
+        losses = self._numbers([metrics[0] for _, _, metrics in self._pending])
         tails = self.slots[:, self.layout.state :]
         for (micro, fingerprint, (_, hits, samples)), loss in zip(self._pending, losses, strict=True):
             slot_merge = self._slot_merges[micro]
@@ -352,8 +378,59 @@ class GpuStageState(StageState):
                 tails[into] += tails[other]
         self._pending.clear()
 
+    def _numbers(self, losses: Sequence[float | Tensor]) -> list[float]:
+        """Return losses as numbers; those on the GPU are downloaded in one copy."""
+        on_gpu = [one.reshape(()) for one in losses if isinstance(one, Tensor)]
+        downloaded = iter(self._accelerator.download(torch.stack(on_gpu)).tolist() if on_gpu else [])
+        return [next(downloaded) if isinstance(one, Tensor) else one for one in losses]
+
+    # ---- the total, and the update
+
+    def select_total(self, slot: int | None) -> None:
+        super().select_total(slot)
+        self._total_slot = slot
+        if slot is None and not len(self._device_total):
+            self._device_total = self._accelerator.vector(f"{self._name}total", self.layout.state)
+
+    def total_on_device(self) -> Tensor:
+        """Return the total on the GPU: (2), or uploaded once a step: (3)."""
+        if self._total_slot is not None:
+            return self._rows[self._total_slot].whole
+        if not self._total_copied:
+            self._staging.upload(self._device_total, self.total[: self.layout.state])
+            self._total_copied = True
+        return self._device_total
+
+    def host_total(self) -> Array:
+        """Return the total in the arena; it is downloaded when this is first called in a step, if it is not there."""
+        if self._total_slot is not None and not self._total_copied:
+            self._download_row(self._total_slot)
+            self._total_copied = True
+        return super().host_total()
+
+    def squared_norms(self) -> list[float]:
+        return squared_norms(self.layout.views_trained(self.total_on_device())).tolist()
+
+    def on_total(self, step: int, scale: float) -> None:
+        total = self.total_on_device()
+        if scale != 1.0:
+            total[: self.layout.trained].mul_(scale)
+        super().on_total(step, scale if self._total_slot is None else 1.0)
+
+    def apply_update(self, rate: float, step: int) -> None:
+        self.advance_counters()  # first: it waits for the shards, and not for the update
+        self._device_state.apply_update(self.total_on_device(), rate, step)
+
+    def advance_counters(self) -> None:
+        if len(self._counts):
+            super().advance_counters()
+            self._counts.add_(self._counts_added)
+
     def counter_increments(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(batch_counters(self.layout), self._counts_added.cpu(), strict=True))
+        if self._increments is None:
+            added = self._accelerator.download(self._counts_added)
+            self._increments = list(zip(batch_counters(self.layout), added, strict=True))
+        return self._increments
 
 
 def batch_counters(layout: StateLayout) -> list[Tensor]:
@@ -371,13 +448,6 @@ def flatten_counters(twin: StateLayout, device: torch.device) -> tuple[Tensor, T
     for index, one in enumerate(counters):
         one.data = counts[index : index + 1].view(one.shape)
     return counts, start, added
-
-
-def _numbers(losses: Sequence[float | Tensor]) -> list[float]:
-    """Return losses as numbers; those on the GPU are downloaded in one copy."""
-    on_gpu = [one.reshape(()) for one in losses if isinstance(one, Tensor)]
-    downloaded = iter(torch.stack(on_gpu).tolist() if on_gpu else [])
-    return [next(downloaded) if isinstance(one, Tensor) else one for one in losses]
 
 
 def _merged_slot(slot_merge: SlotMerge) -> int:

@@ -104,7 +104,7 @@ class GradientReducer:
             OrderedAllReduce(group, holdings, shards, stage_state.slots, stage_state.total_buffer, deadline, span)
             for span in (*spans, rest)
         ]
-        stage_state.total = self._all_reduces[-1].result
+        stage_state.select_total(self._all_reduces[-1].result_slot)
         self._bucket_spans = spans
         self._thread = ThreadPoolExecutor(1, "hoop-totals") if spans else None
         self._started: list[Future[float]] = []

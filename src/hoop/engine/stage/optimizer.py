@@ -1,4 +1,4 @@
-"""SGD, Adam and AdamW on flat vectors in the arena, and the learning-rate schedule.
+"""SGD, Adam and AdamW on flat vectors, in the arena or on a GPU.
 
 The update calls PyTorch's fused kernels on one vector that holds all weights of a stage. The kernels are elementwise,
 so the stage or the server that holds a weight does not affect its bits.
@@ -25,27 +25,25 @@ def apply_update(update: Update, weights: Array, trained: int, total: Array, rat
     weights[trained:] += total[trained : len(weights)]
 
 
-CPU = torch.device("cpu")
+def make_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) -> Update:
+    """Make the update function of these weights; ``state`` are the optimizer's moments, on the same device.
 
-
-def make_update(
-    settings: OptimizerSettings, weights: Tensor, state: list[Tensor], device: torch.device = CPU
-) -> Update:
-    """Make the update function of these weights, in host memory; ``state`` are the optimizer's moments.
-
-    ``device``: where updates are computed. The kernels of a GPU round otherwise than those of the CPU, so all updates
-    of a job are computed on one kind of device, wherever the weights are.
+    The kernels of a GPU round otherwise than those of the CPU, so all updates of a job are computed on one kind of
+    device. On a GPU an update is launched: the function does not wait for it.
     """
-    if device.type != "cpu":
-        return _staged_update(settings, weights, state, device)
     tensors = make_tensor_update(settings, weights, state)
-    count = torch.zeros(())
+    count, rate_on_gpu = torch.zeros(2, device=weights.device)
 
     def update(gradient: Tensor, rate: float, step: int) -> None:
         count.fill_(step + 1)
         tensors(gradient, rate, count, step == 0)
 
-    return update
+    def launch(gradient: Tensor, rate: float, step: int) -> None:
+        count.fill_(step + 1)
+        rate_on_gpu.fill_(rate)
+        tensors(gradient, rate_on_gpu, count, False)
+
+    return launch if weights.is_cuda else update
 
 
 TensorUpdate = Callable[[Tensor, Tensor | float, Tensor, bool], None]
@@ -99,21 +97,17 @@ def make_tensor_update(settings: OptimizerSettings, weights: Tensor, state: list
     return adam
 
 
-def _staged_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor], device: torch.device) -> Update:
-    """An update of vectors in host memory on a GPU: they are copied there and back."""
-    on_device, moments = (
-        torch.empty_like(weights, device=device),
-        [torch.empty_like(one, device=device) for one in state],
-    )
-    rate_and_count = torch.zeros(2, device=device)
-    update = make_tensor_update(settings, on_device, moments)
+def make_staged_update(
+    settings: OptimizerSettings, weights: Tensor, state: list[Tensor], device: torch.device
+) -> Update:
+    """Make the update function of vectors in host memory that is computed on a GPU: copies them there and back.
+
+    For an update of the arena's copy in a recovery; steps update the state on the GPU.
+    """
 
     def staged(gradient: Tensor, rate: float, step: int) -> None:
-        on_device.copy_(weights)
-        for one, host in zip(moments, state, strict=True):
-            one.copy_(host)
-        rate_and_count.copy_(torch.tensor([rate, step + 1]))
-        update(gradient.to(device), rate_and_count[0], rate_and_count[1], False)
+        on_device, moments = weights.to(device), [one.to(device) for one in state]
+        make_update(settings, on_device, moments)(gradient.to(device), rate, step)
         weights.copy_(on_device)
         for one, host in zip(moments, state, strict=True):
             host.copy_(one)

@@ -289,10 +289,9 @@ class ResidentStageState(StageState):
             twin.data.copy_(own.data)
 
     def close(self) -> None:
-        """Free the memory on the GPU."""
+        """Drop the lanes and the samples on the GPU; ``PlanExecutor`` frees the rest with the accelerator."""
         self._lanes.clear()
         self._resident_data.clear()
-        self.accelerator.close()
 
 
 def _frozen(modules: nn.ModuleList) -> list[nn.Parameter]:

@@ -33,7 +33,7 @@ from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import CPU, AutogradStage, Segments, Stage
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
-from hoop.engine.stage.optimizer import Update, apply_update, make_update
+from hoop.engine.stage.optimizer import Update, apply_update, make_staged_update, make_update
 from hoop.engine.stage.provenance import ELEMENTS_PER_SHARD, Provenance, mark
 from hoop.errors import InternalError, InvalidArgument, OutOfMemory
 from hoop.memory import Arena
@@ -251,7 +251,8 @@ class StageState:
 
         ``updates``: this rank updates the weights; False if parameter servers do, and this rank has a copy. ``chain``:
         the whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed
-        without autograd; otherwise the cut would change the bits. ``update_device``: where updates are computed.
+        without autograd; otherwise the cut would change the bits. ``update_device``: where updates are computed; on a
+        GPU the vectors here are a copy of those there.
         """
         self.blocks = list(blocks)
         self.first_block = first_block
@@ -278,9 +279,12 @@ class StageState:
         self.total: Array = self.total_buffer
         """The total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
         self.update_device = update_device
-        self.update: Update = (
-            make_update(settings.optimizer, self.trained, self.moments, update_device) if updates else reject_update
-        )
+        self.update: Update = reject_update
+        """Updates the weights in the arena."""
+        if updates and update_device.type == "cpu":
+            self.update = make_update(settings.optimizer, self.trained, self.moments)
+        elif updates:
+            self.update = make_staged_update(settings.optimizer, self.trained, self.moments, update_device)
         self.stage, self.buckets = make_stage(blocks, first_block, layout, settings, chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
         """The gradient slots, one a row."""
@@ -326,7 +330,13 @@ class StageState:
         return tensor
 
     def sync_device_weights(self) -> None:
-        """Copy the weights from the arena to the device that computes the stage; on the CPU there is no copy."""
+        """Make the device that computes the stage compute with the current weights; on the CPU it always does."""
+
+    def download(self) -> None:
+        """Bring the state in the arena up to date, if a GPU has a newer one. Called before the arena is read."""
+
+    def on_arena_change(self) -> None:
+        """The state in the arena was overwritten, and is the current one. The copy on a GPU is out of date."""
 
     def read_inputs(self, data: Dataset, samples: Indices, out: Batch) -> Tensor:
         """Return the inputs of these samples for ``evaluate``; ``out`` is memory for a batch in host memory."""
@@ -427,6 +437,14 @@ class StageState:
         self.total = self.total_buffer
 
     # ---- the total, and the update
+
+    def select_total(self, slot: int | None) -> None:
+        """Set where the total will be: in this slot, if the rank computes all shards; None: in ``total_buffer``."""
+        self.total = self.total_buffer if slot is None else self.slots[slot]
+
+    def host_total(self) -> Array:
+        """Return the total's gradient and changes of the buffers, in the arena: for a replica at another rank."""
+        return self.total[: self.layout.state]
 
     @property
     def tail(self) -> Array:
