@@ -2,8 +2,10 @@
 
     python benchmarks/gpu/copies.py            128 steps of mnist, of random images and of random text, one device
 
-The engine trains as in ``hoop train``, in this process. Copies from the GPU to the host are the tails of the totals
-(loss, votes, provenance), once a stride of up to 64 steps.
+The engine trains as in ``hoop train``, in this process. In data parallel, copies from the GPU to the host are the tails
+of the totals (loss, votes, provenance), once a stride of up to 64 steps; in a pipeline of one stage they are losses,
+and copies from the host are samples. The last two rows of a case are the engine's own counters of bytes
+(``Accelerator``), which leave out samples and tails of data parallel.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ CASES: list[tuple[str, Job, dict[str, object]]] = [
     ("mnist", RECIPES["mnist"], {}),
     ("mobilenet, TF32", jobs.mobilenet, {"tf32": True}),
     ("gpt", jobs.gpt, {}),
+    ("gpt, pipeline of one stage", jobs.gpt, {"strategy": "pipeline:1f1b"}),
 ]
 
 
 def trace(job: Job, changes: dict[str, object], steps: int) -> dict[str, tuple[int, float]]:
-    """Count and microseconds of each kind of activity on the GPU, over all steps after the warm-up."""
+    """Count and microseconds of each kind of activity on the GPU, over all steps after the warm-up.
+
+    The engine's counters of bytes are given as a count.
+    """
     settings = Settings().replaced(
         {**job.settings, **changes, "accelerator": "cuda", "max_steps": WARM_UP + steps, "evaluate_every": 0}
     )
@@ -48,10 +54,14 @@ def trace(job: Job, changes: dict[str, object], steps: int) -> dict[str, tuple[i
         while trainer.executor.steps_updated < WARM_UP:
             trainer._train_steps()
         torch.cuda.synchronize()
+        accelerator = trainer.executor.accelerator
+        assert accelerator is not None
+        before = accelerator.bytes_uploaded, accelerator.bytes_downloaded
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             while trainer.executor.steps_updated < WARM_UP + steps:
                 trainer._train_steps()
             torch.cuda.synchronize()
+        after = accelerator.bytes_uploaded, accelerator.bytes_downloaded
         trainer.close()
         communicator.close()
         transport.close()
@@ -64,6 +74,9 @@ def trace(job: Job, changes: dict[str, object], steps: int) -> dict[str, tuple[i
         kind = name if name.startswith(("Memcpy", "Memset")) else "kernel"
         count, duration = found[kind]
         found[kind] = count + 1, duration + event.duration_ns() / 1e3
+    found["bytes uploaded"], found["bytes downloaded"] = (
+        (new - old, 0.0) for new, old in zip(after, before, strict=True)
+    )
     return found
 
 
@@ -76,7 +89,7 @@ def main() -> None:
     for name, job, changes in CASES:
         if options.only not in name:
             continue
-        for kind, (count, duration) in sorted(trace(job, changes, options.steps).items()):
+        for kind, (count, duration) in sorted(trace(job, changes, options.steps).items(), key=lambda one: one[0]):
             print(f"| {name} | {kind} | {count / options.steps:.2f} | {duration / options.steps:.2f} |", flush=True)
 
 

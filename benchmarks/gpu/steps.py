@@ -5,7 +5,8 @@
     python benchmarks/gpu/steps.py --accelerator emulated --steps 20 --only mnist     without a GPU: tries the script
 
 Each case is a run of ``hoop train``; its time is the median over the second half of its steps. Runs of one job with
-another number of devices must end with the same weights: the last column shows the beginning of their hash.
+another number of devices, or another strategy, must end with the same weights: the last column shows the beginning of
+their hash.
 """
 
 from __future__ import annotations
@@ -20,11 +21,24 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TF32, HALF = "tf32=true", "precision=bfloat16,channels_last=true"
+PARTITIONED = [
+    ("pipeline:1f1b", 2),
+    ("pipeline:1f1b", 4),
+    ("hybrid:replicas=2", 4),
+    ("ps:bsp", 3),
+    ("ring", 2),
+]
+"""Strategies that partition the state, and devices."""
 CASES = [
     *((f"mnist, {count} device{'s' * (count > 1)}", "mnist", count, "", 2000) for count in (1, 2, 4)),
     *((f"mobilenet TF32, {count}", "mobilenet", count, TF32, 128) for count in (1, 2, 4)),
     *((f"mobilenet bfloat16, {count}", "mobilenet", count, HALF, 128) for count in (1, 2, 4)),
     *((f"gpt, {count}", "gpt", count, "", 360) for count in (1, 2, 4)),
+    *((f"gpt {strategy}, {count}", "gpt", count, f"strategy={strategy}", 120) for strategy, count in PARTITIONED),
+    *(
+        (f"mobilenet TF32 {strategy}, {count}", "mobilenet", count, f"{TF32},strategy={strategy}", 64)
+        for strategy, count in PARTITIONED
+    ),
 ]
 
 
