@@ -113,17 +113,22 @@ def test_an_error_of_a_gpu_ends_its_device_and_the_others_go_on(devices: int, tm
     check_run(out, 600)
 
 
+ASSERTED = "ends, because it ran into: CUDA error: device-side assert triggered"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("kind", "strategy", "text"),
     [
-        pytest.param("assert", "ends, because it ran into: CUDA error: device-side assert triggered", id="assert"),
-        pytest.param("illegal", "illegal memory access", id="illegal address"),
+        pytest.param("assert", "data", ASSERTED, id="assert"),
+        pytest.param("assert", "pipeline:1f1b", ASSERTED, id="assert in a pipeline"),
+        pytest.param("illegal", "data", "illegal memory access", id="illegal address"),
     ],
 )
-def test_a_cuda_error_does_not_change_the_weights(kind: str, text: str, tmp_path: Path) -> None:
+def test_a_cuda_error_does_not_change_the_weights(kind: str, strategy: str, text: str, tmp_path: Path) -> None:
     """An assert ends its device alone. An illegal address ends all that share the GPU through MPS: they start again."""
-    out, mark, limit = tmp_path / "run", tmp_path / "mark", ("--set", "max_steps=600", "--accelerator", "cuda")
+    out, mark = tmp_path / "run", tmp_path / "mark"
+    limit = ("--set", "max_steps=600", "--accelerator", "cuda", "--strategy", strategy)
     with training(out, "-n", 3, *limit, MORTAL_MARK=str(mark), MORTAL_ERROR=kind) as run:
         wait_until(lambda: listed(out), run)
         mark.touch()
