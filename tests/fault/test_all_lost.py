@@ -63,6 +63,13 @@ PIPELINE = ["pipeline:1f1b", "--set", "cut=[1]"]
         pytest.param(["data"], ["reduce", "reduce"], False, id="data", marks=pytest.mark.slow),
         pytest.param(PIPELINE, ["forward", "recv-input"], False, id="pipeline"),
         pytest.param(PIPELINE, ["forward", "recv-input"], True, id="and the coordinator", marks=pytest.mark.slow),
+        pytest.param(
+            [*PIPELINE, "--set", "accelerator=emulated"],
+            ["forward", "recv-input"],
+            False,
+            id="pipeline on GPUs",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_all_devices_restart_and_no_step_is_lost(
