@@ -27,7 +27,8 @@ everything: install ## All tests, also those that take long and repeat what shor
 	@$(BIN)/python -m pytest $(PARALLEL) -m ''
 
 gpu: install ## The tests that need a CUDA GPU; make test skips them where there is none
-	@$(BIN)/python -m pytest -m gpu tests/engine tests/fault tests/torch tests/process/test_lab_gpu.py tests/unit/memory
+	@$(BIN)/python -m pytest -m gpu tests/engine tests/fault tests/torch
+	@$(BIN)/python -m pytest -m gpu tests/process tests/unit/memory  # these use CUDA here, after which no rank is forked
 
 coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor
 	@$(BIN)/python -m pytest $(PARALLEL) --cov --cov-fail-under=65 tests/unit tests/contract tests/engine tests/model
