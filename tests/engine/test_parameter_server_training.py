@@ -190,6 +190,7 @@ def test_all_ranks_stop_at_the_same_step(spec: str, steps: int) -> None:
         ("ps:servers=2", 4),
         ("ps:asp,servers=2", 4),
         ("data", 2),
+        ("data:sharded", 3),
         ("ring", 3),
         ("ring:async", 3),
         ("ring:async,slices=2", 2),
@@ -218,7 +219,7 @@ def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> N
         assert allocated <= counted[rank] <= one.more["allocated"] + spare, f"rank {rank}"
 
 
-@pytest.mark.parametrize("spec", ["data", "ps", "ring"])
+@pytest.mark.parametrize("spec", ["data", "data:sharded", "ps", "ring"])
 def test_the_memory_that_an_error_advises_is_enough(spec: str) -> None:
     """For the whole run: two snapshots of the weights are in it."""
     data = TensorData(torch.randn(16, 8), torch.randint(4, (16,)))

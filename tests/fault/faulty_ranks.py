@@ -39,6 +39,7 @@ from hoop.engine.fault_tolerance.replication import Replicator
 from hoop.engine.job import Job, names_of
 from hoop.engine.profiler import InstructionProfiler
 from hoop.engine.settings import Settings
+from hoop.engine.stage.sharded_update import ShardedGradientReducer
 from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.job_events import JobEvent, Ready, SnapshotTaken
@@ -54,6 +55,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "keeps": (Replicator, "replicate"),
     "meets": (engine_manager, "any_rank"),
     "settles": (DeferredUpdates, "apply_all"),
+    "gathers": (ShardedGradientReducer, "gather"),
     "evaluates": (engine_trainer, "evaluate"),
     "snapshots": (SnapshotPublisher, "publish"),
     "prepares": (engine_manager, "prepare"),
@@ -376,9 +378,9 @@ def _run_rank(
         class ReportingTrainer(Trainer):
             """Tells the parent why it left its links, for the error message if the ranks do not finish in time."""
 
-            def _recover(self, error: HoopError) -> None:
+            def _recover(self, error: HoopError, obstacle: HoopError | None = None) -> None:
                 send({"kind": "left", "text": str(error)})
-                super()._recover(error)
+                super()._recover(error, obstacle)
 
         try:
             _install_faults(faults, wait_here, die_with)

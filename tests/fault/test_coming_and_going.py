@@ -101,3 +101,31 @@ def test_a_killed_device_rejoins_on_its_arena(tmp_path: Path) -> None:
         assert restarted.state == "alive"
         assert [name for name in processes.cluster.device(9).buffers() if "snapshot" not in name] == []
     check_same(result, undisturbed(*long, "--set", f"max_steps={result['steps']}"))
+
+
+@pytest.mark.slow
+def test_devices_of_a_sharded_update_come_and_go(tmp_path: Path) -> None:
+    """One joins and one leaves at a step's end, one is killed, and comes back on its arena, which has a part."""
+    long, arena = (
+        ("--set", "epochs=40", "--set", "sharded_update=on"),
+        ("--id", "9", "--arena", str(tmp_path / "arena")),
+    )
+    with running_cluster(2, tmp_path) as processes:
+        out = ("--out", str(tmp_path / "out"))
+        run = processes.start("train", *JOB, *long, *LARGE_SLOWDOWN, "--json", "--coordinator", processes.address, *out)
+        job = wait_for_job(processes.cluster)
+        wait_for_step(processes.cluster, job, 3)
+        third = processes.start_device(*arena)
+        wait_for_event(processes.cluster, job, ev.Resized, ranks=3)
+        processes.devices[0].send_signal(signal.SIGTERM)
+        assert processes.devices[0].wait(TIMEOUT_S) == 0
+        wait_for_event(processes.cluster, job, ev.Resized, ranks=2)
+        processes.kill(third)
+        wait_for_event(processes.cluster, job, ev.Recovered, ranks=1)
+        processes.start_device(*arena)
+        wait_for_event(processes.cluster, job, ev.Resized, 2, ranks=2)
+        processes.cluster.job(job).stop()
+        result = result_of(run, tmp_path / "out")
+        kinds = [event.kind for event in all_events(processes.cluster, job)]
+    assert kinds.count("recovered") == 1, kinds
+    check_same(result, undisturbed("--set", "epochs=40", "--set", f"max_steps={result['steps']}"))

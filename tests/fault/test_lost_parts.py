@@ -13,6 +13,7 @@ from reported_rows import check_events
 from small_jobs import JOBS, STEPS, alone, alone_losses, settings
 from torch import Tensor, nn
 
+from hoop.engine import setup as engine_setup
 from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
 from hoop.errors import FailedPrecondition
 from hoop.plan.partition import Block
@@ -53,6 +54,8 @@ def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object)
         pytest.param("ps:bsp", 3, [Fault(2, "settles", 4)], id="committed and not updated"),
         pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="a stage of a hybrid"),
         pytest.param("ps:servers=2", 4, [Fault(3, "instruction", 20)], id="a server"),
+        pytest.param("data:sharded", 3, [Fault(0, "settles", 4)], id="a slice, committed and not updated"),
+        pytest.param("data:sharded", 3, [Fault(2, "gathers", 3)], id="a slice, updated and not gathered"),
     ],
 )
 def test_a_lost_part_is_recovered(strategy: str, size: int, faults: list[Fault]) -> None:
@@ -146,6 +149,7 @@ OWNER_AND_HOLDER = [
     ),
     pytest.param("ring", 4, Fault(2, "keeps", 5, others=(3,)), id="of the ring", marks=pytest.mark.slow),
     pytest.param("ps:servers=2", 4, Fault(2, "keeps", 3, others=(3,)), id="both servers", marks=pytest.mark.slow),
+    pytest.param("data:sharded", 4, Fault(1, "gathers", 3, others=(2,)), id="of a slice", marks=pytest.mark.slow),
 ]
 """A rank and the rank that holds its only replica if there is one replica of each part."""
 
@@ -155,6 +159,17 @@ def test_with_two_replicas_an_owner_and_its_holder_die_at_once(strategy: str, si
     results = run_with_faults(size, settings(strategy, **EPOCH, replicas=2), JOBS["normed"], [fault])
     reference = "normed", tuple(EPOCH.items())
     check(results, alone(*reference), size - 2, alone_losses(*reference))
+
+
+def test_a_rank_that_joins_learns_that_the_update_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings say ``auto``. It has set up the whole state; then it gets a slice, and then another rank is lost."""
+    monkeypatch.setattr(engine_setup, "is_faster_sharded", lambda *_, **__: True)
+    faults = [Fault(1, "keeps", 2, waits=True), Fault(0, "keeps", 6)]
+    results = run_with_faults(2, settings("data", **EPOCH), JOBS["normed"], faults, joins=1)
+    reference = "normed", tuple(EPOCH.items())
+    check(results, alone(*reference), 2, alone_losses(*reference))
+    slices = [len([name for name, low in one.state if name == "2.0.weight"]) for one in results.values()]
+    assert all(slices), "each rank has a slice beside the whole weights"
 
 
 @pytest.mark.slow
@@ -210,6 +225,7 @@ SYNCHRONOUS = [
     ("hybrid:replicas=2", 4),
     ("ps:bsp", 3),
     ("ps:servers=2", 4),
+    ("data:sharded", 3),
 ]
 
 
@@ -246,6 +262,7 @@ def test_any_rank_dies_at_any_place(strategy: str, size: int, rank: int, place: 
         ),
         pytest.param("ps:bsp", 2, [Fault(1, "keeps", 4, waits=True)], 1, id="another worker", marks=pytest.mark.slow),
         pytest.param("ring", 2, [Fault(0, "instruction", 40, waits=True)], 1, id="in the ring", marks=pytest.mark.slow),
+        pytest.param("data:sharded", 2, [Fault(1, "keeps", 4, waits=True)], 1, id="smaller slices"),
     ],
 )
 def test_ranks_join(strategy: str, size: int, faults: list[Fault], joins: int) -> None:
@@ -361,6 +378,17 @@ def test_the_memory_check_counts_every_replica() -> None:
     fitted = fit(strategy, plan, blocks, [None] * 4)
     with pytest.raises(FailedPrecondition, match=r"and 800 B for replicas .*With --replicas 1 a device needs less"):
         check_memory(plan, fitted, blocks, [needed + 400 for needed in fitted.bytes], replicas=2)
+
+
+def test_the_memory_check_counts_a_slice_of_the_optimizer_state_and_its_replica() -> None:
+    """Four blocks of 100 B of weights and 200 B of moments: whole weights and gradient, and a quarter of the rest."""
+    strategy, blocks = parse("data:sharded"), [Block(str(index), 1.0, 100, 200) for index in range(4)]
+    plan = strategy.plan(4, 4)
+    fitted = fit(strategy, plan, blocks, [None] * 4)
+    assert fitted.bytes == [400 + 400 + 100 + 200] * 4
+    assert copies_bytes(plan, fitted, blocks) == [100 + 200 + 100] * 4
+    whole = parse("data")
+    assert fit(whole, whole.plan(4, 4), blocks, [None] * 4).bytes == [400 + 400 + 800] * 4
 
 
 @pytest.mark.parametrize(("spec", "own"), [("pipeline:1f1b", 300), ("hybrid:replicas=2", 600)])

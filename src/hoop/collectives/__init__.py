@@ -16,6 +16,7 @@ PUBLIC = (
     "registry",
     "selection",
     "shard_tree",
+    "sharded_reduction",
     "work_queue",
 )
 """Modules that other rooms may import."""

@@ -38,7 +38,7 @@ from hoop.memory.dtypes import dtype
 from hoop.transport.base import SharedEndpoint, WaitingWork
 from hoop.transport.call_check import Call
 
-_BLOCK = 64 * 1024
+BLOCK = 64 * 1024
 """Elements summed at a time, so that a partial sum is still in the cache when the next addition reads it."""
 Step = Callable[[float], None]
 """``step(deadline)``: performs the sum."""
@@ -55,7 +55,7 @@ def linked_plan(
     low, high = slices[rank]
     width = high - low
     first_round: list[CollectiveInstruction] = []
-    for peer in _other_ranks(rank, len(merge_plans)):
+    for peer in other_ranks(rank, len(merge_plans)):
         start, stop = slices[peer]
         if stop > start:
             first_round += [
@@ -63,12 +63,12 @@ def linked_plan(
                 for _, slot in merge_plans[rank].nodes
             ]
     if not width:
-        return CollectivePlan((tuple(first_round), tuple(_all_gather(slices, rank))))
+        return CollectivePlan((tuple(first_round), tuple(all_gather_slices(slices, rank))))
     operands: dict[Leaf, Range] = {
         Leaf(rank, slot): Range(SOURCE, slot * count + low, slot * count + high) for _, slot in merge_plans[rank].nodes
     }
     scratch = 0
-    for peer in reversed(_other_ranks(rank, len(merge_plans))):
+    for peer in reversed(other_ranks(rank, len(merge_plans))):
         for _, slot in merge_plans[peer].nodes:
             operands[Leaf(peer, slot)] = Range(SCRATCH, scratch, scratch + width)
             first_round.append(Recv(peer, operands[Leaf(peer, slot)]))
@@ -89,7 +89,7 @@ def linked_plan(
         return target
 
     build(expression, output)
-    return CollectivePlan((tuple(first_round), tuple(_all_gather(slices, rank))), scratch=scratch)
+    return CollectivePlan((tuple(first_round), tuple(all_gather_slices(slices, rank))), scratch=scratch)
 
 
 def _slices(low: int, high: int, size: int) -> list[tuple[int, int]]:
@@ -97,14 +97,14 @@ def _slices(low: int, high: int, size: int) -> list[tuple[int, int]]:
     return [(low + start, low + stop) for start, stop in split_range(high - low, size)]
 
 
-def _other_ranks(rank: int, size: int) -> list[int]:
+def other_ranks(rank: int, size: int) -> list[int]:
     """Every other rank, beginning with the next one, so that not all ranks send to the same rank first."""
     return [(rank + step) % size for step in range(1, size)]
 
 
-def _all_gather(slices: Sequence[tuple[int, int]], rank: int) -> list[CollectiveInstruction]:
+def all_gather_slices(slices: Sequence[tuple[int, int]], rank: int) -> list[CollectiveInstruction]:
     """Sends this rank's slice of the total to all ranks, and receives theirs."""
-    others = _other_ranks(rank, len(slices))
+    others = other_ranks(rank, len(slices))
     own = Range(DESTINATION, *slices[rank])
     sends: list[CollectiveInstruction] = [Send(peer, own) for peer in others if own.length]
     received = [(peer, Range(DESTINATION, *slices[peer])) for peer in reversed(others)]
@@ -161,7 +161,7 @@ class OrderedAllReduce:
         mapped = communicator.map_peer_buffers(slots.reshape(-1), output, deadline, preparing)
         if mapped is None:
             plan = linked_plan(expression, merge_plans, count, communicator.rank, (low, high))
-            self._sum = _build_linked_sum(communicator, self._call, plan, slots, output)
+            self._sum = build_linked_step(communicator, self._call, plan, slots, output)
             return
         assert isinstance(communicator.endpoint, SharedEndpoint), "only ranks that share memory map buffers"
         self._barrier = communicator.endpoint.barrier
@@ -212,9 +212,10 @@ def _call_text(merge_plans: Sequence[MergePlan], count: int, span: tuple[int, in
     return f"ordered all_reduce of {count} {output.dtype}, elements {span[0]} to {span[1]}, of shards {shards}"
 
 
-def _build_linked_sum(
+def build_linked_step(
     communicator: Communicator, call: Call, plan: CollectivePlan, slots: Array, output: Array
 ) -> Step:
+    """The step that executes a plan over links. SOURCE is ``slots``, DESTINATION ``output``."""
     scratch = np.empty(plan.scratch, output.dtype)
     addition = Reduction("sum", dtype(output.dtype.name))
     endpoint, source = communicator.endpoint, slots.reshape(-1)
@@ -229,7 +230,7 @@ def _build_linked_sum(
     return run
 
 
-_Calls = list[tuple[Callable[..., object], tuple[Array, ...]]]
+Calls = list[tuple[Callable[..., object], tuple[Array, ...]]]
 """NumPy functions with their arguments."""
 
 
@@ -238,10 +239,10 @@ def _build_sum(expression: Sum, slots: Sequence[Array], outputs: Sequence[Array]
 
     ``slots``: for each rank its slots, one row each. All NumPy calls are prepared here.
     """
-    calls: _Calls = []
+    calls: Calls = []
     temporaries: list[Array] = []
-    for low in range(span.start, span.stop, _BLOCK):
-        _append_block(calls, temporaries, expression, slots, outputs, (low, min(low + _BLOCK, span.stop)))
+    for low in range(span.start, span.stop, BLOCK):
+        _append_block(calls, temporaries, expression, slots, outputs, (low, min(low + BLOCK, span.stop)))
 
     def run(deadline: float) -> None:
         for call, arguments in calls:
@@ -251,7 +252,7 @@ def _build_sum(expression: Sum, slots: Sequence[Array], outputs: Sequence[Array]
 
 
 def _append_block(
-    calls: _Calls,
+    calls: Calls,
     temporaries: list[Array],
     expression: Sum,
     slots: Sequence[Array],
@@ -267,16 +268,16 @@ def _append_block(
 
     def temporary(depth: int) -> Array:
         while len(temporaries) <= depth:
-            temporaries.append(np.empty(_BLOCK, outputs[0].dtype))
+            temporaries.append(np.empty(BLOCK, outputs[0].dtype))
         return temporaries[depth][: high - low]
 
     first = outputs[0][low:high]
-    _append_sum(calls, expression, leaf, temporary, first, 0)
+    append_sum(calls, expression, leaf, temporary, first, 0)
     calls.extend((np.copyto, (other[low:high], first)) for other in outputs[1:])
 
 
-def _append_sum(
-    calls: _Calls,
+def append_sum(
+    calls: Calls,
     part: Sum,
     leaf: Callable[[Leaf], Array],
     temporary: Callable[[int], Array],
@@ -292,9 +293,9 @@ def _append_sum(
         if target is not None:
             calls.append((np.copyto, (target, leaf(part))))
         return leaf(part)
-    left = _append_sum(calls, part[0], leaf, temporary, None, depth)
+    left = append_sum(calls, part[0], leaf, temporary, None, depth)
     # The left sum stays in the temporary of this depth while the right sum is made in the next one.
-    right = _append_sum(calls, part[1], leaf, temporary, None, depth + 1)
+    right = append_sum(calls, part[1], leaf, temporary, None, depth + 1)
     target = temporary(depth) if target is None else target
     calls.append((np.add, (left, right, target)))
     return target

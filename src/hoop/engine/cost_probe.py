@@ -382,15 +382,14 @@ def measure_costs(
     """
     few = max(1, min(rows, len(data), _LOAD_SAMPLES))
     batch = data.batch(np.arange(few, dtype=np.int64), epoch=0, seed=0)
-    elements = min(sum(one.weight_bytes for one in costs) // 4, 1 << 20) or 1
-    fixed = _update_seconds(optimizer, 1)
+    fixed, each = measure_update(optimizer, sum(one.weight_bytes for one in costs))
     return {
         "rows": rows,
         "blocks": [_block_values(one) for one in costs],
         "load": [(count, _load_seconds(data, count)) for count in sorted({max(1, few // 4), few})],
         "loss": [(count, _loss_seconds(blocks, batch[1][:count], loss)) for count in sorted({max(1, few // 4), few})],
         "update_fixed_s": fixed,
-        "update_s": max(0.0, _update_seconds(optimizer, elements) - fixed) / (4 * elements),
+        "update_s": each,
         "joint": batched_shards,
         "joint_s": _batched_seconds(blocks, batch[0], rows, batched_shards),
         **measure_memory(sizes),
@@ -464,6 +463,13 @@ def _load_seconds(data: Dataset, rows: int) -> float:
         data.batch(samples, epoch=PROBE_EPOCH, seed=0, out=out)
 
     return median_seconds(load)
+
+
+def measure_update(optimizer: OptimizerSettings, weight_bytes: int) -> tuple[float, float]:
+    """Measure an update of this many bytes of weights, up to 4 MiB: its fixed seconds, and its seconds per byte."""
+    elements = min(weight_bytes // 4, 1 << 20) or 1
+    fixed = _update_seconds(optimizer, 1)
+    return fixed, max(0.0, _update_seconds(optimizer, elements) - fixed) / (4 * elements)
 
 
 def _update_seconds(optimizer: OptimizerSettings, elements: int) -> float:

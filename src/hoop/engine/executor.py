@@ -35,6 +35,7 @@ from hoop.engine.stage.gpu import stage_state_factory
 from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.resident_state import ResidentStageState
+from hoop.engine.stage.sharded_update import ShardedGradientReducer, ShardedStageState
 from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
 from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel
@@ -167,11 +168,14 @@ class PlanExecutor:
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
         self.stage_states: dict[int, StageState] = {}
         """The stages that this rank holds, by number."""
-        make_stage_state = (
+        make_stage_state: Callable[..., StageState] = (
             partial(ResidentStageState, accelerator)
             if accelerator is not None and resident
             else stage_state_factory(accelerator, plan, settings)
         )
+        if plan.sharded_update:
+            ranks = plan.holders[0]
+            make_stage_state = partial(ShardedStageState, ranks.index(context.rank), len(ranks))
         if make_state is not None:
             self.stage_states[0] = make_state()
         for stage in plan.held_by(context.rank) if make_state is None else ():
@@ -191,7 +195,7 @@ class PlanExecutor:
         """Where the updates of the weights are computed."""
         self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
         self.objective = Objective(criterion) if isinstance(criterion, Criterion) else None
-        self._reducers: dict[int, GradientReducer] = {}
+        self._reducers: dict[int, GradientReducer | ShardedGradientReducer] = {}
         self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.LOAD: self.activations.load,
             InstructionKind.FORWARD: self._forward,
@@ -302,7 +306,11 @@ class PlanExecutor:
             stage_state.allocate_slots(mine, max_gradient_slots(plan, self.settings.balance))
             if not plan.servers:  # servers reduce the gradients that workers push
                 group = self.context.communicator if len(ranks) == self.context.size else self.context.group(ranks)
-                self._reducers[stage] = GradientReducer(group, holdings, plan.num_microbatches, stage_state, deadline)
+                shards = plan.num_microbatches
+                if isinstance(stage_state, ShardedStageState):
+                    self._reducers[stage] = ShardedGradientReducer(group, holdings, shards, stage_state, deadline)
+                else:
+                    self._reducers[stage] = GradientReducer(group, holdings, shards, stage_state, deadline)
             holdings = None
         most = self.max_batched_shards if self._batched is not None else 1
         self._program = list(group_shards(plan.ranks[self.rank], most))
@@ -355,6 +363,10 @@ class PlanExecutor:
     def register_handlers(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
         """Replace the handlers of these kinds of instruction. Roles call it."""
         self._handlers |= handlers
+
+    def reducer(self, stage: int) -> GradientReducer | ShardedGradientReducer:
+        """Return the reducer of a stage, of the current plan. Roles call it."""
+        return self._reducers[stage]
 
     def handler(self, kind: InstructionKind) -> Callable[[Instruction], None]:
         """Return the handler of a kind of instruction."""

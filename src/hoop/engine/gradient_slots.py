@@ -36,8 +36,11 @@ def _slots_of_any_share(shards: int) -> int:
     return max(merge_plan(share, shards).slots for share in shares)
 
 
-def _gradient_memory(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
+def _gradient_memory(balance: bool, clipped: bool, strategy: Strategy, plan: Plan) -> Gradients:
     slots = max_gradient_slots(plan, balance)
+    if plan.sharded_update:
+        # With clipping a rank sums whole parameters, of which one may be as large as the model.
+        return Gradients(1 + slots, 0) if clipped else Gradients(slots, 0, 1)
     if plan.servers:
         nodes = sum(len(merge_plan(plan.computed_by(rank, 0), plan.num_microbatches).nodes) for rank in plan.holders[0])
         return Gradients(slots, nodes if strategy.synchronous else 1)
@@ -46,9 +49,9 @@ def _gradient_memory(balance: bool, strategy: Strategy, plan: Plan) -> Gradients
     return Gradients(1 + slots * (strategy.versions if several else 1), 0)
 
 
-def gradient_memory_for(balance: bool) -> GradientBuffers:
+def gradient_memory_for(balance: bool, clipped: bool = False) -> GradientBuffers:
     """Return a function of (strategy, plan): the gradient memory of a rank, for the memory check.
 
-    ``balance``: the load balancer may move shards between ranks.
+    ``balance``: the load balancer may move shards between ranks. ``clipped``: gradients are clipped by their norm.
     """
-    return partial(_gradient_memory, balance)
+    return partial(_gradient_memory, balance, clipped)

@@ -16,11 +16,15 @@ from hoop.errors import InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import Fault, parse_faults
 from hoop.strategies.base import MAX_MICROBATCHES
+from hoop.strategies.catalog import parse
+from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
 from hoop.topology import MAX_DEVICES
 
 PRECISIONS = ("float32", "bfloat16")
 ACCELERATORS = ("cpu", "cuda", "auto", "emulated")
+UPDATES = ("auto", "on", "off")
+"""Values of ``sharded_update``."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ class Settings:
     """For experiments: factor by which each rank's computation is slowed down, 1 or more."""
     faults: str = ""
     """For tests: faults to inject, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
+    sharded_update: str = "auto"
+    """Data parallel: each device updates a slice of the weights, of which only it has the optimizer state (ZeRO stage
+    1). One of ``UPDATES``; ``auto``: if that is faster by measured costs, or if the state does not fit otherwise."""
     bucket_bytes: int = 4 << 20
     """Size of gradient buckets, which are reduced while the backward continues; 0: one bucket, after the backward."""
     evaluate_every: int = 1
@@ -142,6 +149,7 @@ class Settings:
             raise InvalidArgument(f"precision: {self.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
         if self.accelerator not in ACCELERATORS:
             raise InvalidArgument(f"accelerator: {self.accelerator!r} is unknown; known: {', '.join(ACCELERATORS[:3])}")
+        self._check_sharded_update()
         if not all(1 <= factor <= _MAX_SLOWDOWN for factor in self.slowdown):
             raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 to {_MAX_SLOWDOWN}")
         if self.monitor_mode not in ("", "min", "max"):
@@ -153,6 +161,26 @@ class Settings:
         if not 0 < self.timeout_s <= 86400:
             raise InvalidArgument(f"timeout_s: {self.timeout_s} is not in 0..86400")
         return self
+
+    def _check_sharded_update(self) -> None:
+        value = self.sharded_update
+        if value not in UPDATES:
+            raise InvalidArgument(f"sharded_update: {value!r} is unknown; known: {', '.join(UPDATES)}")
+        strategy = parse(self.strategy) if value != "auto" else None
+        if value == "on" and not isinstance(strategy, DataParallel):
+            raise InvalidArgument(
+                f"sharded_update: 'on' is for data parallel training, and the strategy is {self.strategy}; use "
+                "strategy data, or sharded_update=auto"
+            )
+        if value == "off" and isinstance(strategy, DataParallel) and strategy.sharded:
+            raise InvalidArgument(
+                f"sharded_update: 'off', and strategy {strategy.spec} shards the update; use strategy data, or "
+                "sharded_update=auto"
+            )
+
+    def with_sharded_update(self) -> Settings:
+        """The settings of a data parallel job whose devices shard the update: its strategy says so."""
+        return dataclasses.replace(self, strategy=DataParallel(sharded=True).spec, sharded_update="on")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

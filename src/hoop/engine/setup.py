@@ -43,10 +43,12 @@ from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.roles.ring import AsynchronousRingRole, RingRole
+from hoop.engine.roles.sharded_data import ShardedDataRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator, select_accelerator
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StateVectors, shared_parameters
+from hoop.engine.update_choice import check_can_shard, is_faster_sharded, may_choose
 from hoop.environment import mismatch, rounding_text, rounds_differently
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
 from hoop.memory.dtypes import dtype
@@ -55,7 +57,7 @@ from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
-from hoop.strategies.data_parallel import for_hosts
+from hoop.strategies.data_parallel import DataParallel, for_hosts
 from hoop.strategies.memory_fit import (
     MIB,
     Fit,
@@ -110,6 +112,8 @@ def make_role(
         return StandbyRole(executor, 1 if strategy.synchronous else ASYNC_STRIDE)
     if plan.servers:
         return ServerClientRole(executor, strategy)
+    if plan.sharded_update:
+        return ShardedDataRole(executor)
     if strategy.rule(plan, executor.rank) is None:
         return RankRole(executor)
     if strategy.synchronous:
@@ -143,7 +147,9 @@ class TrainingSetup:
             for low, high, ranks in zip(self.bounds, ends, self.plan.holders, strict=True)
         ]
         servers = enumerate(self.plan.servers)
-        return stages + [f"slice {number} of the weights on rank {rank}" for number, rank in servers]
+        stages += [f"slice {number} of the weights on rank {rank}" for number, rank in servers]
+        updating = enumerate(self.plan.holders[0] if self.plan.sharded_update else ())
+        return stages + [f"slice {number} of the update on rank {rank}" for number, rank in updating]
 
 
 def prepare(
@@ -212,7 +218,11 @@ def _prepare(
     costs = _known_costs(context, settings, known) if resharding and accelerator is None else None
     if costs is None:
         costs = _broadcast_costs(context, settings, _profile(blocks, sample, settings, accelerator))
-    found, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
+    check_can_shard(strategy, accelerator=accelerator is not None)
+    if not resharding and accelerator is None and may_choose(context, settings, strategy):
+        strategy, plan, found, free = _choose_update(context, settings, strategy, costs, blocks)
+    else:
+        found, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
     bounds = [stage.blocks.start for stage in found.stages]
     resident = accelerator is not None and strategy.replicated
     if accelerator is not None:
@@ -221,7 +231,7 @@ def _prepare(
     executor = PlanExecutor(
         context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
     )
-    if strategy.replicated and layers_of(blocks) is not None:
+    if (strategy.replicated or plan.sharded_update) and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
     if resident:
         role: RankRole = ResidentRole(executor, data.train, vectors, sum(one.seconds for one in costs))
@@ -252,6 +262,7 @@ def _prepare_custom(
     """Collective. Sets up custom training (``engine/custom``). Its blocks are not measured, and it is not predicted."""
     loss, strategy = job.loss, for_hosts(parse(settings.strategy), context.hosts)
     assert isinstance(loss, CustomLoss)
+    check_can_shard(strategy, custom=True)
     check_strategy(strategy)
     plan = strategy.plan(context.size, settings.num_microbatches)
     rounding = _check_same_on_all_ranks(context, settings, model, data, f"{loss.returns} {loss.metric_names}")
@@ -263,6 +274,26 @@ def _prepare_custom(
     if context.inject_faults is not None:
         context.inject_faults(executor)
     return TrainingSetup(model, costs, [0], strategy, plan, executor, role, rounding=rounding)
+
+
+def _choose_update(
+    context: RankContext, settings: Settings, strategy: Strategy, costs: list[Block], blocks: list[nn.Module]
+) -> tuple[Strategy, Plan, Fit, int]:
+    """Collective. The data parallel strategy, with a sharded update if that is faster, or if only then it fits.
+
+    Also its plan, and the results of ``_partition``.
+    """
+    sharded = for_hosts(DataParallel(sharded=True), context.hosts)
+    weights = sum(one.weight_bytes for one in costs)
+    faster = is_faster_sharded(context, settings, weights, chain=layers_of(blocks) is not None)
+    errors: dict[bool, FailedPrecondition] = {}
+    for one in (sharded, strategy) if faster else (strategy, sharded):
+        plan = one.plan(context.size, settings.num_microbatches)
+        try:
+            return one, plan, *_partition(context, settings, one, costs, plan, blocks, resharding=False)
+        except FailedPrecondition as error:
+            errors[one.replicated] = error
+    raise errors[True]
 
 
 def _profile(
@@ -296,6 +327,7 @@ def _measure_step_costs(
     found |= measure_communication(context.communicator, settings.num_microbatches, settings.timeout_s)
     found["late_share"] = measure_lateness(context.communicator, settings.timeout_s)
     found["hosts"] = list(hosts) if separate else [0] * context.size
+    found["strategy"] = setup.strategy.spec
     if isinstance(setup.role, ResidentRole) and not context.joining:
         estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)
         order = SampleOrder(settings.seed, len(data.train))
@@ -388,7 +420,7 @@ def _partition(
     Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
     devices (``resharding``) goes on even if its snapshots may not fit any more.
     """
-    gradients = gradient_memory_for(settings.balance)
+    gradients = gradient_memory_for(settings.balance, clipped=bool(settings.optimizer.clip))
     mine = np.array([context.arena.capacity - context.arena.used], np.int64)
     free = np.zeros(context.size, np.int64)
     context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
@@ -417,7 +449,11 @@ def _partition(
                 f"cut: blocks {first} and {second} share a parameter and cannot be in different stages; "
                 "give a cut that keeps them together, or use data parallel"
             )
-    return found, memory[context.rank] - found.bytes[context.rank]
+    spare = memory[context.rank] - found.bytes[context.rank]
+    if plan.sharded_update:
+        spare -= _copies_bytes(context, plan, found, costs, replicas)[context.rank]
+        spare -= 2 * _snapshot_bytes(plan, found, costs)[context.rank]
+    return found, max(0, spare)
 
 
 def _gpu_bytes(context: RankContext, settings: Settings, found: Fit, plan: Plan, costs: list[Block]) -> int:
@@ -481,7 +517,15 @@ def _copies_bytes(context: RankContext, plan: Plan, fit: Fit, costs: list[Block]
 
 
 def _snapshot_bytes(plan: Plan, fit: Fit, costs: list[Block]) -> list[int]:
-    """By rank: the bytes of one snapshot of its weights and optimizer state."""
+    """By rank: the bytes of one snapshot of its weights and optimizer state.
+
+    With a sharded update a rank has the optimizer state of the parameters that begin in its slice, and one of them may
+    be large; the first rank has the weights, and any rank may become the first.
+    """
+    if plan.sharded_update:
+        moments = [one.optimizer_bytes for one in costs]
+        most = min(sum(moments), -(-sum(moments) // len(plan.holders[0])) + max(moments))
+        return [sum(one.weight_bytes for one in costs) + most] * plan.size
     states = [sum(costs[one].weight_bytes + costs[one].optimizer_bytes for one in stage.blocks) for stage in fit.stages]
     return [sum(states[stage] for stage in plan.held_by(rank)) for rank in range(plan.size)]
 
@@ -504,7 +548,7 @@ def _check_snapshots(
     cuts = [stage.blocks.start for stage in found.stages][1:] or None
     # Activations count in ``found``, and are not in the arena.
     light = [dataclasses.replace(one, activation_bytes=0) for one in costs]
-    gradients = gradient_memory_for(settings.balance)
+    gradients = gradient_memory_for(settings.balance, clipped=bool(settings.optimizer.clip))
     arena = fit(found.strategy, plan, light, [None] * plan.size, cuts=cuts, gradient_buffers=gradients).bytes
     snapshots = [buffers * one for one in _snapshot_bytes(plan, found, costs)]
     for rank, parts in enumerate(zip(arena, copies, snapshots, strict=True)):

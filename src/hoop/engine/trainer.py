@@ -19,14 +19,13 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from hoop import job_events as ev
 from hoop.collectives.rank_context import RankContext, single_rank
-from hoop.data.dataset import Splits, describe, fingerprint
+from hoop.data.dataset import fingerprint
 from hoop.data.structured import structured
 from hoop.engine.custom.evaluation import evaluate_custom
 from hoop.engine.custom.loss import CustomLoss
@@ -37,12 +36,17 @@ from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserializ
 from hoop.engine.fault_tolerance.local_persistence import (
     CustomInPlaceState,
     InPlaceState,
-    load_from_arena,
-    read_step_log,
 )
 from hoop.engine.fault_tolerance.manager import ShardedStateManager
-from hoop.engine.fault_tolerance.recovery import RECOVERABLE, plan_rest_of_step, synchronize_replicas
+from hoop.engine.fault_tolerance.recovery import (
+    RECOVERABLE,
+    UpdateIsSharded,
+    announce_sharded_update,
+    plan_rest_of_step,
+    synchronize_replicas,
+)
 from hoop.engine.job import Job, build_model
+from hoop.engine.late_join import LateJoin
 from hoop.engine.live_activity import LiveActivity
 from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
@@ -65,7 +69,6 @@ from hoop.strategies.catalog import parse
 from hoop.strategies.data_parallel import for_hosts
 
 log = logging.getLogger("hoop.engine")
-TAKE_OVER_TIMEOUT_S = 30.0
 REASSIGNMENT_TIMEOUT_S = 600.0
 """How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
 
@@ -77,52 +80,12 @@ def check_faults(settings: Settings, devices: int, samples: int, linked: bool = 
         check_reachable(faults, plan, StepSchedule(settings, samples).total_steps, linked)
 
 
-class LateJoin:
-    """How this rank came into the run: from its start, or into a running job, perhaps with state in its arena."""
-
-    def __init__(self, joining: bool, emit: Emit, context: RankContext, prefix: str) -> None:
-        """``prefix``: of the names of the run's buffers in the arena."""
-        self._emit, self._joined_late = emit, joining
-        self._logged_rows = read_step_log(context.arena, prefix, context.run) if joining else {}
-        self.arena_shards = load_from_arena(context.arena, prefix, context.run) if joining else []
-        """State of the run that the arena had, newest first."""
-        self.joining = joining
-        """True until the first recovery is complete: this rank has no state, or only the arena's."""
-        self.emits_started = not joining
-        """True if this rank must emit ``started``."""
-
-    def announce_ready(self, data: Splits, seconds: float) -> None:
-        """Emits ``ready``: the coordinator may assign a rank if data and environment equal the other devices'."""
-        self._emit(ev.Ready(seconds, fingerprint(data), describe(data), rank_environment()))
-
-    def complete(
-        self, step: int, context: RankContext, source: str, all_restarted: bool, progress: ProgressReporter
-    ) -> None:
-        """Collective. Called at the end of every recovery, when all ranks have the state after ``step``.
-
-        Gives every rank the rows of the last steps, from a survivor, or from an arena if ``all_restarted``.
-        ``source``: where this rank's state comes from; empty if it never lost it.
-        """
-        progress.load_rows(step, self._logged_rows)
-        progress.take_over(context.communicator, step, TAKE_OVER_TIMEOUT_S)
-        if source:
-            self._emit(ev.StateLoaded(step, context.device, source))
-        self.emits_started = self.emits_started or all_restarted
-        self.joining, self._logged_rows = False, {}
-
-    def emit_started(self, event: ev.Started) -> None:
-        """Emits ``Started``, if this rank must."""
-        if self._joined_late:
-            event = replace(event, costs=None)  # the run is predicted once, when it starts
-        if self.emits_started:
-            self._emit(event)
-
-
 class Trainer:
     """One rank's part in a job.
 
     Data parallel ranks have the whole state (``_in_place``) and survive a loss by finishing the same step. Ranks of
-    other strategies have a shard of it, which ``_sharded`` replicates and moves; ``_sharded`` is None in data parallel.
+    other strategies, and of a sharded update, have a shard of it, which ``_sharded`` replicates and moves; it is None
+    in other data parallel training.
     """
 
     def __init__(
@@ -141,6 +104,8 @@ class Trainer:
         ``should_stop``: the user wants the run to stop. ``resume``: a checkpoint's bytes. ``prefix``: of the names of
         this job's buffers in the arena. ``joining``: the job runs already; call ``join`` instead of ``train``.
         """
+        if settings.sharded_update == "on":
+            settings = settings.check().with_sharded_update()
         self._context, self._settings, self._emit, self._should_stop = context, settings, emit, should_stop
         self._created_at = time.perf_counter()
         pin_threads(context, settings.threads_per_device, settings.pin and not may_use_gpu(settings))
@@ -162,19 +127,14 @@ class Trainer:
         self._progress = ProgressReporter(emit, self._provenance, self._data.evaluated_split, metric_names)
         self._early_stopping = EarlyStopping(settings)
         self._vectors = StateVectors(context.arena, prefix, context.run)
-        replicated = parse(settings.strategy).replicated
-        self._sharded = (
-            None
-            if replicated
-            else ShardedStateManager(
-                settings=settings,
-                job=job,
-                data=self._data,
-                vectors=self._vectors,
-                provenance=self._provenance,
-                arena_shards=self._late_join.arena_shards,
-            )
-        )
+        self._first_tensors: dict[str, Tensor] = {}
+        self._first_size = 0
+        """State that the run begins with, and its ranks, if this rank could not set up with them."""
+        self._job, self._announces_sharding = job, False
+        """``_announces_sharding``: in a recovery this rank must tell others that the update is sharded."""
+        self._sharded: ShardedStateManager | None = None
+        if not parse(settings.strategy).replicated:
+            self._sharded = self._new_sharded_state()
         self._activity = LiveActivity()
         self._opened: PlanExecutor | None = None
         """``executor``, once there is one: a device that joins may get it in its first recovery."""
@@ -203,10 +163,13 @@ class Trainer:
             setup = prepare(context, settings, job, self._data, self._vectors, model=model)
         except PeerError as error:
             self._setup_error = error  # ``train`` recovers from it as from any other loss
+            self._first_tensors, self._first_size = tensors, context.size
             if self._sharded is not None:
                 return
             self._vectors.free()  # a data parallel rank needs no other rank to set up
             setup = prepare(single_rank(context), settings, job, self._data, self._vectors, model=model)
+        if self._sharded is None and not setup.strategy.replicated:
+            self._shard_update().start(tensors, self._done, context.size)
         self._use_setup(setup)
         if tensors:
             self._role.restore(self._setup.model, tensors, self._done)
@@ -223,7 +186,25 @@ class Trainer:
             persistent_memory=context.persistent_memory and not setup.executor.stage_states[0].resident,
         )
         self._done = self._in_place.load_newest() if joining else self._in_place.commit(self._done)
+        has_part = joining and self._done == NO_STATE and bool(self._late_join.arena_shards)
+        self._late_join.has_only_a_part = has_part and settings.sharded_update == "auto"
         self._epoch_end = self._schedule.last_epoch_end(self._done) if joining else self._done
+
+    def _new_sharded_state(self) -> ShardedStateManager:
+        return ShardedStateManager(
+            settings=self._settings,
+            job=self._job,
+            data=self._data,
+            vectors=self._vectors,
+            provenance=self._provenance,
+            arena_shards=self._late_join.arena_shards,
+        )
+
+    def _shard_update(self) -> ShardedStateManager:
+        """Data parallel: the ranks have chosen to shard the update. They keep that choice until the end of the run."""
+        self._settings = self._settings.with_sharded_update()
+        self._sharded, self._announces_sharding = self._new_sharded_state(), True
+        return self._sharded
 
     def _use_setup(self, setup: TrainingSetup) -> None:
         self._setup, self.executor, self._role = setup, setup.executor, setup.role
@@ -231,7 +212,7 @@ class Trainer:
         self._activity.attach(setup.executor)
         self._context.publish_activity(self._activity)
         self._role.attach_provenance(self._provenance)
-        if self._sharded is None:
+        if self._sharded is None or setup.plan.sharded_update:
             setup.executor.load_ahead(self._schedule.next_in_epoch)
         self._balancer = load_balancer_for(
             setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
@@ -318,8 +299,10 @@ class Trainer:
         """
         executor, sees_stop_vote = self.executor, self._role.sees_stop_vote
         last = executor.stage_states.get(executor.last_stage)
-        if sees_stop_vote and last is not None and self._sharded is None:
-            self._stopped, self._reassignment_agreed = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
+        if sees_stop_vote and last is not None:
+            self._reassignment_agreed = bool(last.tail[MOVE] > 0)
+            if self._sharded is None:
+                self._stopped = bool(last.tail[STOP] > 0)
         if losses:
             metrics = last.metrics() if last is not None else ()
             self._progress.add(self._done, losses, time.perf_counter() - began, metrics)
@@ -402,8 +385,10 @@ class Trainer:
 
     # ---- membership changes
 
-    def _recover(self, error: HoopError) -> None:
+    def _recover(self, error: HoopError, obstacle: HoopError | None = None) -> None:
         """Continues in the generation that the coordinator assigns this rank to next.
+
+        ``obstacle``: why the ranks could not continue in the present one, if they have tried.
 
         No error in the meantime ends this rank's part in the job, because its state may be the only copy. The rank
         reports why the ranks could not continue and waits for the next generation; the coordinator decides whether the
@@ -411,7 +396,6 @@ class Trainer:
         """
         began, context = time.perf_counter(), self._context
         log.info("step %d: waiting for a new rank: %s", self._done, error)
-        obstacle: HoopError | None = None
         while True:
             if context.wait_reassignment is None:
                 raise error
@@ -422,10 +406,7 @@ class Trainer:
             except DeadlineExceeded:
                 raise obstacle or error from None
             try:
-                if self._sharded is None:
-                    self._resume_replicas(context)
-                else:
-                    self._reshard(context, self._sharded)
+                self._enter_generation(context)
                 break
             except StateLost as lost:
                 obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
@@ -451,8 +432,43 @@ class Trainer:
         assert self._context.commit_reassignment is not None, "all ranks agreed on a reassignment"
         self._reassigning = True
         context, self._reassigning = self._context.commit_reassignment(), False
-        self._resume_replicas(context, planned=True)
+        try:
+            self._enter_generation(context, planned=True)
+        except StateLost as lost:  # the update is sharded, and an owner and its holder left together
+            obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
+            self._recover(obstacle, obstacle)
+            return
         self._emit_change(ev.Resized, began, "")
+
+    def _enter_generation(self, context: RankContext, planned: bool = False) -> None:
+        """Goes on with the ranks of ``context``: with the same state on all of them, or with a part of it on each.
+
+        A rank that joins a data parallel job learns here whether the others shard the update.
+        """
+        if self._sharded is None:
+            try:
+                self._resume_replicas(context, planned)
+                return
+            except UpdateIsSharded:
+                sharded = self._drop_whole_state()
+        else:
+            sharded = self._sharded
+            if self._announces_sharding:
+                status = RankStatus(context.device, NO_STATE, self._epoch_end, survived=True, offers=[])
+                announce_sharded_update(context.communicator, status, self._settings.timeout_s)
+        self._reshard(context, sharded)
+
+    def _drop_whole_state(self) -> ShardedStateManager:
+        """Data parallel: this rank has set up the whole state, and gets a part of that of the others instead."""
+        self._role.close()
+        self.executor.close()
+        self._opened = None
+        self._vectors.free()
+        sharded = self._shard_update()
+        if not self._late_join.joining:  # it never was in step with the others
+            sharded.start(self._first_tensors, self._first_step, self._first_size)
+        self._done = self._epoch_end = self._first_step
+        return sharded
 
     def _emit_change(self, kind: type[ev.Recovered | ev.Resized], began: float, text: str) -> None:
         if self._role.is_reporter:
@@ -473,6 +489,7 @@ class Trainer:
             setup, plan = sharded.reshard(context, self._done, self._epoch_end, self._stopped)
         except UserError as error:
             raise FailedPrecondition(f"{error}; {self._snapshots.remedy}") from None
+        context.close_previous_links()
         self._use_setup(setup)
         self._done, self._epoch_end, self._stopped = plan.step, plan.epoch_end, plan.stopped
         self._late_join.complete(self._done, context, plan.source, plan.all_restarted, self._progress)
@@ -500,6 +517,7 @@ class Trainer:
             survived=not self._late_join.joining,
             offers=[(self._done, [WHOLE])] if self._done > NO_STATE else [],
             computed=executor.computed,
+            sharded_update=self._late_join.has_only_a_part,
         )
         plan = synchronize_replicas(
             self._in_place, context, status, schedule.rate, settings.timeout_s, self._forget_state

@@ -77,6 +77,8 @@ class RankStatus:
     """The run began with the initial model, not with a checkpoint: before the first step no state can be lost."""
     first_size: int = 0
     """Number of ranks that the run began with, if this rank is one of them; else 0."""
+    sharded_update: bool = False
+    """Data parallel: this rank updates a slice of the weights, as all ranks have agreed when the run began."""
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RankStatus:

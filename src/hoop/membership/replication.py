@@ -108,7 +108,7 @@ def _holders_beside(groups: Sequence[Sequence[int]], hosts: Sequence[Hashable], 
 
 def same_state(plan: Plan) -> list[tuple[int, ...]]:
     """Groups of ranks that hold the same state, as the pipelines of a hybrid do; empty if each rank has its own."""
-    if plan.servers or any(len(ranks) == 1 for ranks in plan.holders):
+    if plan.servers or plan.sharded_update or any(len(ranks) == 1 for ranks in plan.holders):
         return []
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.size):
@@ -133,10 +133,11 @@ def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Bloc
         weights = sum(one.weight_bytes for one in own)
         each.append(ReplicaShare(weights + sum(one.optimizer_bytes for one in own), weights))
     found = [ReplicaShare(0, 0)] * plan.size
-    if plan.servers:
+    updating = plan.holders[0] if plan.sharded_update else plan.servers
+    if updating:
         whole = ReplicaShare(sum(one.state for one in each), sum(one.change for one in each))
-        slices = zip(*(split_evenly(count, len(plan.servers)) for count in whole), strict=True)
-        for rank, (state, change) in zip(plan.servers, slices, strict=True):
+        slices = zip(*(split_evenly(count, len(updating)) for count in whole), strict=True)
+        for rank, (state, change) in zip(updating, slices, strict=True):
             found[rank] = ReplicaShare(len(state), len(change))
     else:
         for rank in range(plan.size):

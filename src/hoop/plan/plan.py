@@ -33,6 +33,8 @@ class Plan:
 
     The workers of a parameter server hold the whole model as stage 0.
     """
+    sharded_update: bool = False
+    """Each holder of stage 0 updates only its slice of the weights, and then gathers the slices of the others."""
 
     @property
     def stages(self) -> int:
@@ -72,7 +74,8 @@ class Plan:
             "holders": self.holders,
             "ranks": [" ".join(map(str, instructions)) for instructions in self.ranks],
         }
-        return json.dumps(data | ({"servers": self.servers} if self.servers else {}))
+        data |= {"servers": self.servers} if self.servers else {}
+        return json.dumps(data | ({"sharded_update": True} if self.sharded_update else {}))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -85,6 +88,7 @@ class Plan:
                 tuple(tuple(int(rank) for rank in group) for group in holders),
                 tuple(tuple(map(Instruction.parse, line.split())) for line in ranks),
                 tuple(int(rank) for rank in data.get("servers", ())),
+                data.get("sharded_update", False) is True,
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"plan: not a plan in JSON: {error!r}") from None
@@ -149,7 +153,8 @@ def traffic(plan: Plan, output_bytes: Sequence[int], weight_bytes: Sequence[int]
         The last stage's output is never sent, so its entry may be missing.
     weight_bytes: size of the weights of each stage, or of each slice with parameter servers.
 
-    A reduction among R replicas counts as a ring all-reduce: 2(R-1)/R of the weights in 2(R-1) messages.
+    A reduction among R replicas counts as a ring all-reduce: 2(R-1)/R of the weights in 2(R-1) messages. A sharded
+    update has the same: a reduce-scatter of the gradients, and an all-gather of the weights.
     """
     parts = len(plan.servers) or plan.stages
     if len(weight_bytes) != parts:

@@ -19,6 +19,7 @@ from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
+from hoop.strategies.data_parallel import DataParallel
 
 WARM_UP = 10
 """Steps at the beginning that are left out, if there are enough."""
@@ -60,7 +61,7 @@ def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: C
 
     ``given``: costs to take instead of those that were measured; where devices are is measured in any case.
     """
-    strategy = parse(settings.strategy)
+    strategy = parse(measured.get("strategy", settings.strategy))
     costs = measured_job_costs(measured) if given is None else given.with_rows(measured["rows"])
     cluster = measured_cluster(measured, settings)
     size = 6 * settings.num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
@@ -72,7 +73,7 @@ def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: C
         even = simulate(strategy, costs, cluster, **how).step_seconds
         if given is None and costs.gpu is not None:
             return max(even, _rehearsed_seconds(measured["gpu"]))
-        if not strategy.replicated or not settings.balance or settings.slowdown:
+        if not isinstance(strategy, DataParallel) or not settings.balance or settings.slowdown:
             return even
         return min(even, simulate(strategy, costs, cluster, **how, assumed_speeds=_with_cores(cluster)).step_seconds)
     except HoopError:

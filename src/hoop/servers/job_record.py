@@ -69,9 +69,13 @@ class JobRecord:
 
     @property
     def moves(self) -> bool:
-        """Whether ranks can change between two steps: no state has to be resharded if every rank has all of it."""
+        """Whether ranks can change between two steps: data parallel ranks can, if no rank has the only copy of a state.
+
+        With a sharded update and without replicas a rank has.
+        """
+        sharded = self._settings.get("sharded_update") == "on" and not self._settings.get("replicate", True)
         try:
-            return parse(str(self._settings.get("strategy", DataParallel.name))).replicated
+            return not sharded and parse(str(self._settings.get("strategy", DataParallel.name))).replicated
         except InvalidArgument:
             return False
 

@@ -19,7 +19,8 @@ all ranks begin together. Symbols: n ranks, s bytes per message, q core time per
 Replication follows ``engine/fault_tolerance/replication.py``: after each step a rank sends its summed gradient to
 each rank that holds its replica, which applies the same update when it would otherwise wait. Asynchronous strategies
 send the whole state at each flush. State that another rank already has is not sent; data parallel training needs no
-replication.
+replication, unless its update is sharded. A sharded update costs what an all-reduce costs: a reduce-scatter of the
+gradients, and an all-gather of the weights.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ class InstructionCosts:
         """``fixed_lists``: ranks run lists, not rules, so a rank with the whole model may batch several shards."""
         machine, rows = costs.machine, costs.rows
         self._machine, self._plan, self._rows = machine, plan, rows
-        self.gpu = costs.gpu if plan.stages == 1 and not plan.servers and fixed_lists else None
+        whole_state = plan.stages == 1 and not plan.servers and not plan.sharded_update
+        self.gpu = costs.gpu if whole_state and fixed_lists else None
         """Costs of steps on a GPU, where the state stays there: data parallel."""
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
         self._add_seconds = [machine.add(size) for size in self.gradient_bytes]
         weights = [sum(one.weight_bytes for one in stage) for stage in stages]
+        updated = [size / len(plan.holders[0]) for size in weights] if plan.sharded_update else weights
         outputs = [stage[-1].output.at(rows) for stage in stages]
         self._partial_sums = {
             (rank, stage): self._partial_sums_of(rank, stage)
@@ -90,7 +93,7 @@ class InstructionCosts:
                 (InstructionKind.BACKWARD_INPUT, stage): base + first_half,
                 (InstructionKind.BACKWARD_WEIGHT, stage): base + second_half,
                 (InstructionKind.REDUCE, stage): base,
-                (InstructionKind.UPDATE, stage): base + costs.update_fixed_s + costs.update_s * weights[stage],
+                (InstructionKind.UPDATE, stage): base + costs.update_fixed_s + costs.update_s * updated[stage],
             }
             self._sizes |= {
                 (InstructionKind.SEND_OUTPUT, stage): outputs[stage],

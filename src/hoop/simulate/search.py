@@ -65,6 +65,7 @@ def candidates(devices: int, batch_size: int) -> Iterator[tuple[Strategy, int]]:
     """The strategies to try, each with sensible numbers of micro-batches."""
     strategies: list[Strategy] = [DataParallel()]
     if devices > 1:
+        strategies.append(DataParallel(sharded=True))
         servers = sorted({1, max(1, devices // 8), max(1, devices // 4)})
         strategies += [ParameterServer(count, mode) for mode in MODES for count in servers if count < devices]
         strategies += [RingModel(), RingModel(slices=2), RingModel(asynchronous=True)]
@@ -164,7 +165,7 @@ def goodput_with_failures(
     The remaining devices share the work of lost ones. ``replicated``: parts of the model are replicated.
     """
     steps = max(1, round(total_seconds / result.step_seconds))
-    data_parallel = result.plan.stages == 1 and not result.plan.servers
+    data_parallel = result.plan.stages == 1 and not result.plan.servers and not result.plan.sharded_update
     elastic = data_parallel or replicated
     replicate_every = (
         0 if data_parallel or not replicated else 1 if parse(result.strategy).synchronous else STEPS_BETWEEN_FLUSHES

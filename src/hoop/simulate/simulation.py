@@ -90,6 +90,8 @@ def simulate(
         cuts=cuts,
         gradient_buffers=gradient_buffers,
     )
+    if costs.gpu is not None and plan.sharded_update:
+        raise FailedPrecondition(f"strategy: {strategy.spec} cannot be used with the state on a GPU; use data")
     if costs.gpu is not None and strategy.replicated:
         fitted = _fit_gpus(fitted, plan, costs, cluster)
     if trace is None:
@@ -160,7 +162,7 @@ class Simulation:
                 plan, costs, fitted.stages, strategy.synchronous, cluster.host_of, options.replicas
             )
             self._memory = replication.memory(fitted.bytes, cluster.memory)
-        sum_carries_vote = plan.stages == 1 and not plan.servers
+        sum_carries_vote = plan.stages == 1 and not plan.servers and not plan.sharded_update
         vote_rounds = 2 * math.ceil(math.log2(plan.size)) if len(cluster.hosts) > 1 else 0
         self._context = SimulationContext(
             clock=clock,

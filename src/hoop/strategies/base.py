@@ -22,8 +22,10 @@ class Strategy(Protocol):
     """How a model is trained on several devices. A strategy is an immutable value; it runs nothing."""
 
     name: ClassVar[str]
-    replicated: ClassVar[bool]
-    """Whether every rank has the whole model and optimizer state, so that the loss of a rank loses no state."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank has the whole model and optimizer state, so that the loss of a rank loses no state."""
 
     @property
     def synchronous(self) -> bool:

@@ -1,8 +1,8 @@
 """All strategies, their text form, and their adaptation to another number of devices.
 
-Text form: ``data``, ``ps:asp``, ``ring``, ``pipeline:gpipe``, ``hybrid:replicas=2``. A name, then after a colon fields
-``field=value`` separated by commas. A value that belongs to only one field may omit the field name: a schedule, a mode,
-``sync`` or ``async``.
+Text form: ``data``, ``data:sharded``, ``ps:asp``, ``ring``, ``pipeline:gpipe``, ``hybrid:replicas=2``. A name, then
+after a colon fields ``field=value`` separated by commas. A value that belongs to only one field may omit the field
+name: a schedule, a mode, ``sharded``, ``sync`` or ``async``.
 
 When devices are lost or join, a strategy is adapted: ``hybrid`` uses the largest number of replicas, up to its own,
 that divides the devices; ``ps`` uses as many of its servers as leave at least one worker.
@@ -51,7 +51,7 @@ def plan_for_devices(strategy: Strategy, devices: int, num_microbatches: int, bl
             if one.stages(count) <= blocks:
                 plan = one.plan(count, num_microbatches)
                 standby: tuple[tuple[()], ...] = ((),) * (devices - count)
-                return one, Plan(plan.num_microbatches, plan.holders, (*plan.ranks, *standby), plan.servers)
+                return one, dataclasses.replace(plan, ranks=(*plan.ranks, *standby))
             reason = reason or f"{one.stages(count)} stages are more than the model's {blocks} blocks"
         except UserError as error:
             reason = reason or str(error)
@@ -65,7 +65,7 @@ STRATEGIES: dict[str, type[DataParallel | ParameterServer | RingModel | Pipeline
 
 _SCHEDULE: dict[str, tuple[str, object]] = {schedule: ("schedule", schedule) for schedule in SCHEDULES}
 _BARE_VALUES: dict[str, dict[str, tuple[str, object]]] = {
-    "data": {},
+    "data": {"sharded": ("sharded", True)},
     "ps": {mode: ("mode", mode) for mode in MODES},
     "ring": {"sync": ("asynchronous", False), "async": ("asynchronous", True)},
     "pipeline": _SCHEDULE,
@@ -107,6 +107,7 @@ def all_strategies(devices: int) -> list[Strategy]:
     """One strategy of each kind that can run on ``devices``; hybrids for each number of replicas that divides it."""
     found: list[Strategy] = [DataParallel()]
     if devices > 1:
+        found.append(DataParallel(sharded=True))
         found += [ParameterServer(mode=mode) for mode in MODES]
     found += [RingModel(), RingModel(asynchronous=True)]
     found += [Pipeline(schedule) for schedule in SCHEDULES]

@@ -6,6 +6,10 @@
 A rank sends 2(n-1)/n times the weights per step and holds one micro-batch's activations at a time. A device twice as
 fast gets twice the shards. The result does not change: a shard's gradient has a fixed place in the sum, independent of
 the rank that computes it.
+
+With ``sharded`` (ZeRO stage 1) a rank updates only its slice of the weights, and has the optimizer state of that slice
+only. Ranks reduce-scatter the gradients and gather the updated slices of the weights: the bytes of an all-reduce.
+Updates are elementwise, so the weights are the same to the bit.
 """
 
 from __future__ import annotations
@@ -24,14 +28,22 @@ from hoop.strategies.base import Strategy, SynchronousStrategy, check_sizes, spl
 class DataParallel(SynchronousStrategy):
     """Every device holds the model; gradients are all-reduced once per step."""
 
+    sharded: bool = False
+    """Each device updates a slice of the weights, of which it has the optimizer state (ZeRO stage 1)."""
+
     name: ClassVar[str] = "data"
-    replicated: ClassVar[bool] = True
+
+    @property
+    def replicated(self) -> bool:
+        return not self.sharded
 
     @property
     def spec(self) -> str:
-        return self.name
+        return f"{self.name}:sharded" if self.sharded else self.name
 
     def describe(self) -> str:
+        if self.sharded:
+            return "data parallel: every device holds the whole model, and updates a slice of the weights"
         return "data parallel: every device holds the whole model, gradients are added up once a step"
 
     def stages(self, devices: int) -> int:
@@ -43,7 +55,8 @@ class DataParallel(SynchronousStrategy):
         ranks = tuple(
             (*forward_backward(share), *end) for share in split_microbatches(num_microbatches, devices, speeds)
         )
-        return Plan(num_microbatches, (tuple(range(devices)),), ranks)
+        sharded = self.sharded and devices > 1
+        return Plan(num_microbatches, (tuple(range(devices)),), ranks, sharded_update=sharded)
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,9 @@ def for_hosts(strategy: Strategy, hosts: Sequence[Hashable]) -> Strategy:
     if not isinstance(strategy, DataParallel):
         return strategy
     ordered = host_order(hosts) == list(range(len(hosts)))
-    return DataParallel() if ordered else HostOrderedDataParallel(tuple(hosts))
+    if ordered:
+        return DataParallel(strategy.sharded)
+    return HostOrderedDataParallel(strategy.sharded, tuple(hosts))
 
 
 def forward_backward(microbatches: Sequence[int]) -> Iterator[Instruction]:

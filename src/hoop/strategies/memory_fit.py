@@ -25,6 +25,8 @@ class Gradients(NamedTuple):
     """Buffers per stage on each rank that holds the stage."""
     server: int
     """Buffers per slice on its parameter server."""
+    update_slice: int = 0
+    """Buffers of the slice that a rank updates, on each rank of a sharded update."""
 
 
 GradientBuffers = Callable[[Strategy, Plan], Gradients]
@@ -33,7 +35,7 @@ GradientBuffers = Callable[[Strategy, Plan], Gradients]
 
 def one_gradient_each(strategy: Strategy, plan: Plan) -> Gradients:
     """The minimum: one gradient buffer per stage or slice."""
-    return Gradients(1, 1)
+    return Gradients(1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ def fit(
             )
         )
     gradients = gradient_buffers(strategy, plan)
-    sized = [_with_buffers(block, gradients.holder, not plan.servers) for block in blocks]
+    if plan.sharded_update:
+        sized = [_with_update_slice(block, gradients, len(plan.holders[0])) for block in blocks]
+    else:
+        sized = [_with_buffers(block, gradients.holder, not plan.servers) for block in blocks]
     stages = partition(sized, devices) if cuts is None else partition_at(sized, devices, cuts)
 
     @functools.cache
@@ -198,6 +203,18 @@ def _with_buffers(block: Block, gradients: int, updates: bool) -> Block:
     each = block.weight_bytes if block.gradient_bytes is None else block.gradient_bytes
     state = block.optimizer_bytes if updates else 0
     return replace(block, gradient_bytes=gradients * each, optimizer_bytes=state)
+
+
+def _with_update_slice(block: Block, gradients: Gradients, ranks: int) -> Block:
+    """The block with the gradient buffers of a rank that updates one of ``ranks`` slices, and its optimizer state.
+
+    A rank sums its slice of the weights' gradients, and all of the tail.
+    """
+    each = block.weight_bytes if block.gradient_bytes is None else block.gradient_bytes
+    tail = each - min(each, block.weight_bytes)
+    summed = gradients.update_slice * (-(-(each - tail) // ranks) + tail)
+    state = -(-block.optimizer_bytes // ranks)
+    return replace(block, gradient_bytes=gradients.holder * each + summed, optimizer_bytes=state)
 
 
 def _add_servers(plan: Plan, blocks: Sequence[Block], memory: Memory, rank_bytes: list[int]) -> None:

@@ -29,7 +29,7 @@ def scale(blocks: list[nn.Module], bounds: list[int], norms: list[float]) -> flo
         trained = sum(one.requires_grad for block in blocks[first:last] for one in block.parameters())
         own, rest = rest[:trained], rest[trained:]
         stages[stage] = SimpleNamespace(squared_norms=lambda own=own: own, normalisation=lambda: 1.0)
-    plan: Any = SimpleNamespace(holders=[(0,)] * len(stages))
+    plan: Any = SimpleNamespace(holders=[(0,)] * len(stages), sharded_update=False)
     return GradientNorm(context, settings, blocks, bounds, CPU).scale(stages, plan)
 
 

@@ -22,6 +22,7 @@ MIB = 1 << 20
     ("text", "strategy"),
     [
         ("data", DataParallel()),
+        ("data:sharded", DataParallel(sharded=True)),
         (" data: ", DataParallel()),
         ("ps", ParameterServer()),
         ("ps:asp", ParameterServer(mode="asp")),
@@ -46,7 +47,7 @@ def test_strategies_are_parsed(text: str, strategy: Strategy) -> None:
     [
         ("", "strategy: '' is unknown; choose data, ps, ring, pipeline, hybrid"),
         ("dat", "strategy: 'dat' is unknown; choose data, ps, ring, pipeline, hybrid"),
-        ("data:fast", "strategy: data knows no 'fast'; it takes nothing"),
+        ("data:fast", "strategy: data knows no 'fast'; it takes sharded, sharded=…"),
         ("ps:fast", "strategy: ps knows no 'fast'; it takes bsp, asp, ssp, servers=…, mode=…, staleness=…"),
         ("ps:mode=fast", "mode: 'fast' is unknown; choose bsp, asp, ssp"),
         ("ps:workers=3", "strategy: ps has no field 'workers'; it has servers, mode, staleness"),

@@ -22,7 +22,7 @@ from hoop.strategies.ring import RingModel
 schedules = st.sampled_from(list(SCHEDULES))
 slices = st.integers(1, 4)
 STRATEGIES = st.one_of(
-    st.just(DataParallel()),
+    st.builds(DataParallel, st.booleans()),
     st.builds(Pipeline, schedules, slices),
     st.builds(RingModel, slices, st.none() | st.integers(1, 9), st.booleans()),
     st.builds(Hybrid, st.integers(1, 4), schedules, slices),

@@ -25,11 +25,13 @@ from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CPU
 from hoop.engine.stage.state import StateVectors
 from hoop.engine.step_schedule import StepSchedule
+from hoop.engine.update_choice import check_can_shard
 from hoop.errors import InvalidArgument
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import parse
+from hoop.strategies.data_parallel import DataParallel
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -43,7 +45,9 @@ def check_strategy(strategy: Strategy) -> None:
 
 def check_parts(job: Job, settings: Settings, model: nn.Module, samples: int) -> None:
     """Raises if a job of custom training cannot be set up: before devices are started, in the user's process."""
-    check_strategy(parse(settings.strategy))
+    strategy = parse(settings.strategy)
+    check_can_shard(DataParallel(sharded=True) if settings.sharded_update == "on" else strategy, custom=True)
+    check_strategy(strategy)
     twin = copy.deepcopy(model)
     TrainingObjects(job, settings, twin, StepSchedule(settings, samples).steps_per_epoch).trial_state()
 

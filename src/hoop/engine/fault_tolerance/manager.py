@@ -93,7 +93,7 @@ class ShardedStateManager:
         """The live state is that of ``setup``, after ``step`` steps. The rest of the model needs no memory here."""
         self._setup, self._live_step = setup, step
         plan, rank, blocks = setup.plan, setup.executor.rank, blocks_of(setup.model)
-        if plan.servers or any(len(ranks) > 1 for ranks in plan.holders):
+        if plan.servers or (any(len(ranks) > 1 for ranks in plan.holders) and not plan.sharded_update):
             self._written_by_peers.add(len(self._vectors) - 1)
         if plan.stages > 1 and not plan.servers and setup.executor.accelerator is None:
             ends = [*setup.bounds[1:], len(blocks)]

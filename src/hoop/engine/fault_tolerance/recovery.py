@@ -49,6 +49,10 @@ RECOVERABLE = (PeerError, MembershipChanged)
 """Errors after which a rank waits for a new rank assignment: a peer or link failed, or a peer is a generation ahead."""
 
 
+class UpdateIsSharded(Exception):
+    """The ranks of a data parallel job shard the update, and this rank, which has just joined, has not known it."""
+
+
 def agree_on_recovery(
     communicator: Communicator, status: RankStatus, whole: Mapping[str, int], timeout: float
 ) -> RecoveryPlan:
@@ -56,8 +60,19 @@ def agree_on_recovery(
 
     ``whole``: number of elements of each tensor of the state. ``timeout``: seconds.
     """
-    statuses = [RankStatus.from_json(one) for one in all_gather_object(communicator, vars(status), timeout)]
-    return agree(statuses, whole)
+    return agree(_all_statuses(communicator, status, timeout), whole)
+
+
+def _all_statuses(communicator: Communicator, status: RankStatus, timeout: float) -> list[RankStatus]:
+    return [RankStatus.from_json(one) for one in all_gather_object(communicator, vars(status), timeout)]
+
+
+def announce_sharded_update(communicator: Communicator, status: RankStatus, timeout: float) -> None:
+    """Collective: the first exchange of ``synchronize_replicas``, by a rank that knows that the update is sharded.
+
+    Ranks that do not know it raise ``UpdateIsSharded`` in theirs. Then all ranks reshard.
+    """
+    _all_statuses(communicator, replace(status, sharded_update=True), timeout)
 
 
 # ---- partitioned models
@@ -123,11 +138,15 @@ def synchronize_replicas(
 ) -> RecoveryPlan:
     """Collective. (1) and (2): afterwards all ranks have the state after ``plan.step``, bit for bit.
 
-    ``rate(done)``: learning rate of the step after ``done`` steps. ``on_overwrite`` is called before this rank's state
-    is overwritten: if that is interrupted, the rank must not offer its state again.
+    Raises ``UpdateIsSharded`` if another rank says so. ``rate(done)``: learning rate of the step after ``done`` steps.
+    ``on_overwrite`` is called before this rank's state is overwritten: if that is interrupted, the rank must not offer
+    its state again.
     """
     communicator, executor = context.communicator, state.executor
-    plan = agree_on_recovery(communicator, status, {WHOLE.name: WHOLE.elements}, timeout)
+    statuses = _all_statuses(communicator, status, timeout)
+    if any(one.sharded_update for one in statuses):
+        raise UpdateIsSharded
+    plan = agree(statuses, {WHOLE.name: WHOLE.elements})
     context.close_previous_links()
     if plan.behind:
         catch_up(state, communicator, plan, rate(plan.step - 1), timeout)

@@ -5,7 +5,7 @@
 A ``SliceSpec`` (``membership/recovery.py``) describes a slice, a ``LiveSlice`` is its tensor in use, a ``StateShard``
 holds copies of several slices. Tensors have the names of a checkpoint, so another partition of the model, another
 strategy or another number of ranks finds the slices it needs. A slice is a whole tensor, or the elements of it that one
-parameter server owns.
+parameter server, or one rank of a sharded update, owns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hoop.collectives.reduction import Array
 from hoop.engine.fault_tolerance.checkpoint import MOMENT
 from hoop.engine.job import names_of
-from hoop.engine.stage.state import StateRow
+from hoop.engine.stage.state import StateLayout, StateRow
 from hoop.membership.recovery import SliceSpec
 from hoop.memory.commit_record import NO_STEP, CommitRecord
 
@@ -45,6 +45,24 @@ class FlatState(NamedTuple):
     trained: int
     """The optimizer updates the first ``trained`` elements of ``weights``; to the rest, buffers, the total is added."""
     moments: list[Tensor]
+
+
+def slices_of_part(
+    layout: StateLayout, span: tuple[int, int], weights: Tensor, moments: Sequence[Tensor], names: Mapping[int, str]
+) -> list[LiveSlice]:
+    """The elements ``span`` of a model's weight vector and its moments, as slices of its tensors.
+
+    ``weights``, ``moments``: these elements. ``names``: see ``job.names_of``.
+    """
+    found, (first, last) = [], span
+    for index, (offset, tensor) in enumerate(zip(layout.offsets, layout.tensors, strict=True)):
+        low, high = max(offset, first), min(offset + tensor.numel(), last)
+        trained = index < len(layout.parameters)
+        for number, vector in enumerate([weights, *moments] if trained else [weights]):
+            prefix = f"{MOMENT}{number - 1}." if number else ""
+            if low < high:
+                found.append(LiveSlice(prefix + names[id(tensor)], low - offset, vector[low - first : high - first]))
+    return found
 
 
 def specs_of(state: Iterable[LiveSlice]) -> list[SliceSpec]:

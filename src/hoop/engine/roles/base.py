@@ -1,6 +1,7 @@
 """The role of a rank in a job: how it runs steps, and which state it has for checkpoints and replication.
 
 RankRole              holds stages and runs the plan's list            data parallel, pipelines, hybrids
+ShardedDataRole       data parallel, updates a slice of the weights    sharded_data.py
 ResidentRole          data parallel with the state on a GPU            resident.py
 StandbyRole           holds nothing, ready to replace a lost rank
 RingRole              holds stages and follows a rule                  ring.py

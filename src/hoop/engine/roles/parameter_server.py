@@ -10,7 +10,8 @@
                updates once per step: the bits of data parallel
     asp, ssp   a server makes an update for each push, in the order of its rule (``strategies/parameter_server.py``)
 
-The weights are cut into slices of consecutive elements (``server_shard.py``).
+The weights are cut into slices of consecutive elements (``stage/weight_slices.py``); ``server_shard.py`` has the state
+of one. The last server has the tail, so it knows the losses and reports them.
 """
 
 from __future__ import annotations
@@ -32,15 +33,10 @@ from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
-from hoop.engine.roles.server_shard import (
-    GpuServerShard,
-    ParameterPiece,
-    ServerShard,
-    parameter_pieces,
-    server_slices,
-)
+from hoop.engine.roles.server_shard import GpuServerShard, ServerShard
 from hoop.engine.stage.gradient_reduction import clip_scale
 from hoop.engine.stage.state import LOSS, TAIL, StateLayout, StateVectors, squared_norms
+from hoop.engine.stage.weight_slices import ParameterPiece, collect_moments, parameter_pieces, weight_slices
 from hoop.engine.step_schedule import StepWork
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.strategies.base import Strategy
@@ -68,7 +64,7 @@ class ServerClientRole(RankRole):
         super().__init__(executor)
         self._strategy = strategy
         self._stage_state = executor.stage_states[0]
-        self._slices = server_slices(self._stage_state.layout, len(executor.plan.servers))
+        self._slices = weight_slices(self._stage_state.layout, len(executor.plan.servers))
         mine = executor.plan.computed_by(executor.rank, 0)
         self._node_slots = [slot for _, slot in merge_plan(mine, executor.plan.num_microbatches).nodes]
         self._step, self._slices_received = -1, 0
@@ -188,7 +184,7 @@ class ParameterServerRole(RankRole):
         self._layout = StateLayout(blocks, plan.num_microbatches)
         self._number = plan.servers.index(executor.rank)
         self._is_last = self._number == len(plan.servers) - 1
-        self._slices = server_slices(self._layout, len(plan.servers))
+        self._slices = weight_slices(self._layout, len(plan.servers))
         self._pieces = parameter_pieces(self._layout, self._slices)
         self._active_workers = [rank for rank in plan.holders[0] if plan.ranks[rank]]
         self._rows, self._row_merges, self._total_row = _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
@@ -319,22 +315,12 @@ class ParameterServerRole(RankRole):
         """
         self._shard.download()
         channel, names, servers = self.executor.channel, names_of(model), self.executor.plan.servers
-        for piece in self._pieces[self._number]:
-            if piece.first_slice != self._number:
-                for index in range(len(self._shard.moments)):
-                    leaving = Instruction(InstructionKind.GIVE, piece.parameter, index, servers[piece.first_slice])
-                    channel.send(leaving, self._moment(index, piece), self.deadline())
+        count, deadline = len(self._shard.moments), self.deadline()
+        moments = collect_moments(channel, servers, self._number, self._pieces, count, self._moment, deadline)
         found = {}
-        for piece in self._pieces[self._number]:
-            if piece.first_slice == self._number:
-                parameter = self._layout.parameters[piece.parameter]
-                for index in range(len(self._shard.moments)):
-                    elements = [self._moment(index, piece)]
-                    for number in range(self._number + 1, len(servers)):
-                        if any(other.parameter == piece.parameter for other in self._pieces[number]):
-                            arriving = Instruction(InstructionKind.GET, piece.parameter, index, servers[number])
-                            elements.append(channel.expect(arriving, self.deadline()))
-                    found[f"{MOMENT}{index}.{names[id(parameter)]}"] = torch.cat(elements).view(parameter.shape)
+        for index, number, elements in moments:
+            parameter = self._layout.parameters[number]
+            found[f"{MOMENT}{index}.{names[id(parameter)]}"] = elements.view(parameter.shape)
         channel.endpoint.flush(self.deadline())
         return found
 

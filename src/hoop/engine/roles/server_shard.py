@@ -1,86 +1,21 @@
-"""The part of a model that one parameter server owns: how weights are cut into slices, and a slice's state.
-
-    | parameters … | buffers … | tail |        a gradient; the weights have no tail
-    |  slice 0  |  slice 1  |  slice 2 |       cut at multiples of 64 elements; the last slice has the tail
-
-Updates are elementwise, and no kernel has a remainder at a multiple of 64 elements. So the updates of the slices give
-the same bits as one update of the whole vector. The last server has the tail, so it knows the losses and reports them.
-"""
+"""The state of one parameter server: a slice of the weights (``stage/weight_slices.py``), in the arena or on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hoop.collectives.reduction import Array
-from hoop.engine.fault_tolerance.checkpoint import MOMENT
-from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
+from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice, slices_of_part
 from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.stage.accelerator import Accelerator, Staging
 from hoop.engine.stage.device_state import DeviceState
 from hoop.engine.stage.optimizer import apply_update, make_update
-from hoop.engine.stage.state import PAD, StateLayout, StateVectors
-from hoop.plan.plan import split_evenly
-
-
-@dataclass(frozen=True)
-class ServerSlice:
-    """Elements ``[low, high)`` of the weights; its gradient is ``[low, end)``, for the last slice with the tail."""
-
-    low: int
-    high: int
-    end: int
-    trained: int
-    """Number of its elements that the optimizer updates; the rest are buffers."""
-
-    @property
-    def weights(self) -> int:
-        return self.high - self.low
-
-    @property
-    def width(self) -> int:
-        """Elements of its gradient."""
-        return self.end - self.low
-
-
-def server_slices(layout: StateLayout, servers: int) -> list[ServerSlice]:
-    """Cut the weights into one slice per server; with fewer units of 64 elements, the last slices are empty."""
-    found = []
-    for part in split_evenly(layout.state // PAD, servers):
-        low, high = part.start * PAD, part.stop * PAD
-        found.append(ServerSlice(low, high, high, max(0, min(high, layout.trained) - low)))
-    last = found[-1]
-    found[-1] = ServerSlice(last.low, last.high, layout.total, last.trained)
-    return found
-
-
-@dataclass(frozen=True)
-class ParameterPiece:
-    """The elements of a parameter that are in one slice: ``[low, high)`` of the whole vector."""
-
-    parameter: int
-    low: int
-    high: int
-    first_slice: int
-    """The slice in which the parameter begins."""
-
-
-def parameter_pieces(layout: StateLayout, parts: list[ServerSlice]) -> list[list[ParameterPiece]]:
-    """Return the pieces of parameters in each slice, in order."""
-    found: list[list[ParameterPiece]] = [[] for _ in parts]
-    for index, parameter in enumerate(layout.parameters):
-        start = layout.offsets[index]
-        stop = start + parameter.numel()
-        first_slice = next((number for number, one in enumerate(parts) if one.low <= start < one.high), 0)
-        for number, one in enumerate(parts):
-            low, high = max(start, one.low), min(stop, one.high)
-            if low < high:
-                found[number].append(ParameterPiece(index, low, high, first_slice))
-    return found
+from hoop.engine.stage.state import StateLayout, StateVectors
+from hoop.engine.stage.weight_slices import WeightSlice
 
 
 class ServerShard:
@@ -90,7 +25,7 @@ class ServerShard:
     """
 
     def __init__(
-        self, vectors: StateVectors, layout: StateLayout, part: ServerSlice, optimizer: OptimizerSettings, rows: int
+        self, vectors: StateVectors, layout: StateLayout, part: WeightSlice, optimizer: OptimizerSettings, rows: int
     ) -> None:
         """``rows``: number of gradients that it holds at a time."""
         self.part = part
@@ -150,17 +85,8 @@ class ServerShard:
 
     def live_slices(self, layout: StateLayout, names: Mapping[int, str]) -> list[LiveSlice]:
         """Return weights and optimizer state in the arena as slices of the model's tensors."""
-        found = []
-        part, vectors = self.part, [torch.from_numpy(self.weights), *self.moments]
-        for index, (offset, tensor) in enumerate(zip(layout.offsets, layout.tensors, strict=True)):
-            low, high = max(offset, part.low), min(offset + tensor.numel(), part.high)
-            trained = index < len(layout.parameters)
-            for number, vector in enumerate(vectors if trained else vectors[:1]):
-                prefix = f"{MOMENT}{number - 1}." if number else ""
-                if low < high:
-                    elements = vector[low - part.low : high - part.low]
-                    found.append(LiveSlice(prefix + names[id(tensor)], low - offset, elements))
-        return found
+        weights = torch.from_numpy(self.weights)
+        return slices_of_part(layout, (self.part.low, self.part.high), weights, self.moments, names)
 
 
 class GpuServerShard(ServerShard):
@@ -174,7 +100,7 @@ class GpuServerShard(ServerShard):
         accelerator: Accelerator,
         vectors: StateVectors,
         layout: StateLayout,
-        part: ServerSlice,
+        part: WeightSlice,
         optimizer: OptimizerSettings,
         rows: int,
     ) -> None:

@@ -59,7 +59,7 @@ class GradientNorm:
             return normalisation
         squared = np.zeros(self._num_parameters, np.float64)
         for stage, one in stage_states.items():
-            if plan.holders[stage][0] == self._context.rank:
+            if plan.sharded_update or plan.holders[stage][0] == self._context.rank:
                 found = one.squared_norms()
                 squared[self._first_parameters[stage] : self._first_parameters[stage] + len(found)] = found
         # Flush first: a rank that has not reached the all-reduce may wait for a message from this rank, and a

@@ -230,11 +230,15 @@ class StageState:
         on_total                    the all-reduce is done: ``total`` holds the sum over all shards and replicas
         apply_update                the optimizer updates the weights
 
-    On a GPU ``ResidentStageState`` (``resident_state.py``) or ``GpuStageState`` (``gpu.py``) takes its place.
+    On a GPU ``ResidentStageState`` (``resident_state.py``) or ``GpuStageState`` (``gpu.py``) takes its place, with a
+    sharded update ``ShardedStageState`` (``sharded_update.py``).
     """
 
     resident = False
     """The state stays on a GPU, and ``ResidentRole`` runs the steps there."""
+
+    total_start = 0
+    """Element of a gradient with which ``total`` begins: not the first with a sharded update."""
 
     def __init__(
         self,
@@ -449,7 +453,7 @@ class StageState:
     @property
     def tail(self) -> Array:
         """The tail of the total: metrics, requests and speeds, summed over all shards."""
-        return self.total[self.layout.state :]
+        return self.total[self.layout.state - self.total_start :]
 
     def normalisation(self) -> float:
         """Return the factor for the total of the gradients: 1, because shards' gradients are scaled before the sum."""

@@ -1,0 +1,61 @@
+"""How a rank comes into a run: from its start, or into a running job, perhaps with state in its arena.
+
+The trainer makes a ``LateJoin`` for each rank, and calls ``complete`` at the end of every recovery.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hoop import job_events as ev
+from hoop.collectives.rank_context import RankContext
+from hoop.data.dataset import Splits, describe, fingerprint
+from hoop.engine.fault_tolerance.local_persistence import load_from_arena, read_step_log
+from hoop.engine.numeric_probe import rank_environment
+from hoop.engine.progress_reporter import ProgressReporter
+from hoop.job_events import Emit
+
+TAKE_OVER_TIMEOUT_S = 30.0
+
+
+class LateJoin:
+    """How this rank came into the run: from its start, or into a running job, perhaps with state in its arena."""
+
+    def __init__(self, joining: bool, emit: Emit, context: RankContext, prefix: str) -> None:
+        """``prefix``: of the names of the run's buffers in the arena."""
+        self._emit, self._joined_late = emit, joining
+        self._logged_rows = read_step_log(context.arena, prefix, context.run) if joining else {}
+        self.arena_shards = load_from_arena(context.arena, prefix, context.run) if joining else []
+        """State of the run that the arena had, newest first."""
+        self.joining = joining
+        """True until the first recovery is complete: this rank has no state, or only the arena's."""
+        self.has_only_a_part = False
+        """The arena had state of the run, and none of it whole: the ranks of this job shard the update."""
+        self.emits_started = not joining
+        """True if this rank must emit ``started``."""
+
+    def announce_ready(self, data: Splits, seconds: float) -> None:
+        """Emits ``ready``: the coordinator may assign a rank if data and environment equal the other devices'."""
+        self._emit(ev.Ready(seconds, fingerprint(data), describe(data), rank_environment()))
+
+    def complete(
+        self, step: int, context: RankContext, source: str, all_restarted: bool, progress: ProgressReporter
+    ) -> None:
+        """Collective. Called at the end of every recovery, when all ranks have the state after ``step``.
+
+        Gives every rank the rows of the last steps, from a survivor, or from an arena if ``all_restarted``.
+        ``source``: where this rank's state comes from; empty if it never lost it.
+        """
+        progress.load_rows(step, self._logged_rows)
+        progress.take_over(context.communicator, step, TAKE_OVER_TIMEOUT_S)
+        if source:
+            self._emit(ev.StateLoaded(step, context.device, source))
+        self.emits_started = self.emits_started or all_restarted
+        self.joining, self.has_only_a_part, self._logged_rows = False, False, {}
+
+    def emit_started(self, event: ev.Started) -> None:
+        """Emits ``Started``, if this rank must."""
+        if self._joined_late:
+            event = replace(event, costs=None)  # the run is predicted once, when it starts
+        if self.emits_started:
+            self._emit(event)
