@@ -61,6 +61,7 @@ PIPELINE = ["pipeline:1f1b", "--set", "cut=[1]"]
     ("strategy", "instructions", "coordinator"),
     [
         pytest.param(["data"], ["reduce", "reduce"], False, id="data", marks=pytest.mark.slow),
+        pytest.param(["data:sharded"], ["reduce", "reduce"], False, id="data, sharded", marks=pytest.mark.slow),
         pytest.param(PIPELINE, ["forward", "recv-input"], False, id="pipeline"),
         pytest.param(PIPELINE, ["forward", "recv-input"], True, id="and the coordinator", marks=pytest.mark.slow),
         pytest.param(

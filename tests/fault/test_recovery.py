@@ -94,6 +94,7 @@ def train_disturbed(
         pytest.param("data", 3, [1, 3], signal.SIGKILL, id="two of three killed", marks=pytest.mark.slow),
         pytest.param("data", 3, [2], signal.SIGSTOP, id="one stops answering", marks=pytest.mark.slow),
         pytest.param("data", 2, [1], signal.SIGTERM, id="one leaves on notice", marks=pytest.mark.slow),
+        pytest.param("data:sharded", 3, [2], signal.SIGSTOP, id="one with a slice stops", marks=pytest.mark.slow),
         pytest.param("pipeline", 3, [3], signal.SIGKILL, id="a stage killed", marks=pytest.mark.slow),
         pytest.param("ps", 4, [4, 1], signal.SIGKILL, id="server and worker killed", marks=pytest.mark.slow),
         pytest.param(
