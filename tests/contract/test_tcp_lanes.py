@@ -261,9 +261,16 @@ def half_received(pair: Pair) -> Waiter:
     """Rank 1 waits for the rest of a message, on the link's socket and on both lanes: an error keeps rank 0 from it."""
     connect(pair)
     zero, one = pair
+    assert isinstance(zero, TcpEndpoint)
+    lanes = zero._lanes
     assert zero.send(1, memoryview(b"\2" * (32 * MIB)), deadline_in()) is not None
-    with pytest.raises(DeadlineExceeded):
-        receive(zero, 1, 1, deadline_in(0.01))
+
+    def begun() -> bool:
+        with pytest.raises(DeadlineExceeded):  # rank 0 sends while it waits, as much as fits into the sockets' buffers
+            receive(zero, 1, 1, deadline_in(0.01))
+        return all(lane.bytes_sent for lane in lanes._outgoing[1])
+
+    wait_until(begun, "all lanes of rank 0 have begun to send")
     waiter = Waiter(one, peer=0, size=32 * MIB)
     starts = [part.nbytes for part in stripes_of(memoryview(waiter.into), SOCKETS - 1)]
     wait_until(lambda: waiter.into[starts[0]] and waiter.into[starts[0] + starts[1]], "the beginning of each stripe")
