@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hoop import environment
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.rank_context import RankContext
+from hoop.collectives.rank_context import RankContext, group_id
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
@@ -180,8 +180,7 @@ def _run_rank(
         def group(ranks: Sequence[int]) -> Communicator:
             key = tuple(ranks)
             if key not in groups:
-                group_id = 10 + key[0] + (len(key) << 12)
-                endpoint = transport.endpoint(group_id, 1, key.index(rank), [peers[one] for one in key])
+                endpoint = transport.endpoint(group_id(9, key), 1, key.index(rank), [peers[one] for one in key])
                 groups[key] = Communicator(endpoint)
             return groups[key]
 

@@ -32,7 +32,7 @@ import hoop.engine.fault_tolerance.manager as engine_manager
 import hoop.engine.progress_reporter as engine_reporter
 import hoop.engine.trainer as engine_trainer
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.rank_context import RankContext
+from hoop.collectives.rank_context import RankContext, group_id
 from hoop.engine.executor import DeferredUpdates
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize, serialize, tensors_of
 from hoop.engine.fault_tolerance.replication import Replicator
@@ -288,8 +288,8 @@ class _AssignmentReceiver:
         def group(ranks: Sequence[int]) -> Communicator:
             key = tuple(ranks)
             if key not in communicators:
-                identity = base_identity + 1 + key[0] + (len(key) << 12)
-                communicators[key] = open_communicator(identity, key.index(rank), [peers[member] for member in key])
+                members = [peers[member] for member in key]
+                communicators[key] = open_communicator(group_id(base_identity, key), key.index(rank), members)
             return communicators[key]
 
         def wait_reassignment(timeout: float, error: HoopError | None = None) -> RankContext:

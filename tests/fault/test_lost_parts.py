@@ -55,7 +55,7 @@ def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object)
         pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="a stage of a hybrid"),
         pytest.param("ps:servers=2", 4, [Fault(3, "instruction", 20)], id="a server"),
         pytest.param("data:sharded", 3, [Fault(0, "settles", 4)], id="a slice, committed and not updated"),
-        pytest.param("data:sharded", 3, [Fault(2, "gathers", 3)], id="a slice, updated and not gathered"),
+        pytest.param("data:sharded", 4, [Fault(2, "gathers", 3)], id="a slice, updated and not gathered"),
     ],
 )
 def test_a_lost_part_is_recovered(strategy: str, size: int, faults: list[Fault]) -> None:

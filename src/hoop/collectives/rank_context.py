@@ -11,6 +11,7 @@ Nothing here is done per step: a reader copies sums that exist anyway.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from hoop.memory.cuda_arena import CudaArena
 from hoop.topology import Address
 from hoop.transport.base import SharedEndpoint
 from hoop.transport.inproc import InprocTransport
+
+_GROUP_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,19 @@ class RankContext:
     def linked(self) -> bool:
         """True if ranks talk over links, not only through shared memory."""
         return self.size > 1 and not isinstance(self.communicator.endpoint, SharedEndpoint)
+
+
+def group_id(communicator: int, ranks: Sequence[int]) -> int:
+    """The id of the communicator of some ranks of ``communicator``, whose own id has at most 32 bits.
+
+    The upper 32 bits have a bit for each rank, so no two groups have the same id. Above rank 31 they are a checksum of
+    the ranks: two groups with a rank in common have the same id in one of four billion cases.
+    """
+    if max(ranks) < _GROUP_BITS:
+        upper = sum(1 << rank for rank in ranks)
+    else:
+        upper = zlib.crc32(" ".join(map(str, ranks)).encode())
+    return communicator | upper << _GROUP_BITS
 
 
 def single_rank(context: RankContext) -> RankContext:

@@ -24,7 +24,7 @@ from functools import partial
 
 from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.rank_context import ActivitySource, RankContext, StepTrace
+from hoop.collectives.rank_context import ActivitySource, RankContext, StepTrace, group_id
 from hoop.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -179,9 +179,8 @@ class TaskLinks:
         """The communicator of these ranks; the same ranks get the same one."""
         key = tuple(ranks)
         if key not in self._communicators:
-            # Two groups of one job never have both the same first rank and the same size: these two make a unique id.
-            group_id = self._id | (1 + key[0] + (len(key) << 12)) << 32
-            self._communicators[key] = group_id, self._runner.connect_group(group_id, self._assignment, key)
+            number = group_id(self._id, key)
+            self._communicators[key] = number, self._runner.connect_group(number, self._assignment, key)
             if self._error is not None:  # aborted while the group was being opened
                 self._communicators[key][1].endpoint.abort(self._error)
         return self._communicators[key][1]
