@@ -19,11 +19,14 @@ import torch.distributed as dist
 LONG_S = 60.0
 """Longer than any of these tests takes, even on a busy machine."""
 PRELOADED = [
+    "pytest",  # as the modules of the tests, which each rank imports
     "torch._dynamo",  # DistributedDataParallel imports it
     "torch.distributed.tensor",
     "torch.distributed.optim",
     "torch.distributed.fsdp",
     "hoop.torch_backend.process_group",
+    "hoop.torch_versions",
+    "hoop.horovod",
 ]
 
 
