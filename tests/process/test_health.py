@@ -26,6 +26,8 @@ LONG_S = 60.0
 """Deadline of every wait. A dead process is detected in milliseconds and a stopped one after its lease of 1.5 s, on a
 machine that is not busy; the recovery benchmark measures both."""
 LARGE = 4_000_000
+PAUSE_S = 0.01
+"""Between the all-reduces of a communicator that a fault does not concern."""
 
 
 @pytest.fixture
@@ -48,20 +50,20 @@ def assert_all_reduce_works(comm: hoop.Communicator) -> None:
 class AllReduceLoop:
     """Runs all-reduces of a buffer in a thread until it is stopped or fails."""
 
-    def __init__(self, comm: hoop.Communicator, buffer: hoop.Buffer) -> None:
+    def __init__(self, comm: hoop.Communicator, buffer: hoop.Buffer, pause_s: float) -> None:
         self.buffer = buffer
         self.iterations = 0
         self.running = threading.Event()
         """Set after the first iteration, so that another one is in progress."""
         self.error: BaseException | None = None
-        self._comm = comm
+        self._comm, self._pause_s = comm, pause_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set():
+            while not self._stop.wait(self._pause_s):
                 self._comm.all_reduce(self.buffer, op="max")
                 self.iterations += 1
                 self.running.set()
@@ -82,9 +84,11 @@ class AllReduceLoop:
 
 
 @contextmanager
-def all_reduce_loop(comm: hoop.Communicator, name: str, count: int = LARGE) -> Iterator[AllReduceLoop]:
-    """Keeps an all-reduce in progress inside the block."""
-    loop = AllReduceLoop(comm, comm.buffer(name, count))
+def all_reduce_loop(
+    comm: hoop.Communicator, name: str, count: int = LARGE, pause_s: float = 0.0
+) -> Iterator[AllReduceLoop]:
+    """Keeps an all-reduce in progress inside the block; with pauses, one after the other."""
+    loop = AllReduceLoop(comm, comm.buffer(name, count), pause_s)
     try:
         assert loop.running.wait(30)
         yield loop
@@ -105,7 +109,7 @@ def test_a_device_is_killed(
     comm, idle, other = (cluster.communicator(ids) for ids in ([1, 2, 3], [2, 1], [3, 1]))
     victim = comm.devices[1].info
     name = f"device 2 (pid {victim.pid}, {victim.address})"
-    with all_reduce_loop(other, "other", 1000) as unaffected, all_reduce_loop(comm, "x") as loop:
+    with all_reduce_loop(other, "other", 1000, PAUSE_S) as unaffected, all_reduce_loop(comm, "x") as loop:
         send_signal(victim.pid, signal.SIGKILL)
         dead = await_event(three_devices.address, "device_dead", LONG_S, device=2)
         await_event(three_devices.address, "communicator_failed", LONG_S, communicator=comm.id, device=2)
@@ -178,7 +182,7 @@ def test_a_stopped_device_is_declared_dead_and_rejoins(
     cluster = connect(three_devices.address)
     comm, other = cluster.communicator([1, 2, 3]), cluster.communicator([1, 3])
     info = comm.devices[1].info
-    with all_reduce_loop(other, "other", 1000) as unaffected, all_reduce_loop(comm, "x") as loop:
+    with all_reduce_loop(other, "other", 1000, PAUSE_S) as unaffected, all_reduce_loop(comm, "x") as loop:
         send_signal(info.pid, signal.SIGSTOP)
         dead = await_event(three_devices.address, "device_dead", LONG_S, device=2)
         assert "no heartbeat for" in dead.text
