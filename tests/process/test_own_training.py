@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 HEAD = """
@@ -48,8 +49,9 @@ class Stopper(hoop.Callback):
 recorder = Recorder()
 # A rate that is too high: evaluations become worse, and training ends early.
 result = hoop.train(new_model(), ((x, y), (x[:20], y.roll(1)[:20])), loss=loss, optimizer=torch.optim.Rprop, devices=2,
-                    batch_size=32, epochs=40, patience=2, out=sys.argv[1], keep=1, callbacks=[recorder])
-stopped = hoop.train(new_model(), (x, y), loss=loss, devices=1, batch_size=8, epochs=1000, callbacks=Stopper())
+                    batch_size=32, epochs=40, patience=2, out=sys.argv[1], keep=1, callbacks=[recorder], memory="16MiB")
+stopped = hoop.train(new_model(), (x, y), loss=loss, devices=1, batch_size=8, epochs=1000, callbacks=Stopper(),
+                     memory="16MiB")
 show(calls=recorder.calls, weights=result.weights_sha256, stopped=stopped.summary["stopped"], steps=stopped.steps)
 """
 SURROUNDINGS = """
@@ -85,11 +87,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 result = hoop.train(new_model(), (x, y), devices=2, batch_size=8, epochs=2, faults="kill@rank=1,step=5",
-                    out=sys.argv[1], callbacks=[hoop.OpenTelemetryLogger(provider.get_tracer("test"))])
+                    memory="16MiB", out=sys.argv[1], callbacks=[hoop.OpenTelemetryLogger(provider.get_tracer("test"))])
 spans = [json.loads(span.to_json()) for span in exporter.get_finished_spans()]
 exporter.clear()
 try:
-    hoop.train(new_model(), (x * float("inf"), y), devices=1, batch_size=8, epochs=2,
+    hoop.train(new_model(), (x * float("inf"), y), devices=1, batch_size=8, epochs=2, memory="16MiB",
                callbacks=[hoop.OpenTelemetryLogger(provider.get_tracer("test"))])
     raised = ""
 except hoop.HoopError as error:
@@ -106,7 +108,8 @@ def collate(samples):
     return torch.tensor([one["x"] for one in samples]), torch.tensor([one["y"] for one in samples])
 
 def train(data, devices, **more):
-    return hoop.train(new_model(), data, loss=loss, devices=devices, epochs=2, batch_size=24, **more).weights_sha256
+    return hoop.train(new_model(), data, loss=loss, devices=devices, epochs=2, batch_size=24, memory="16MiB",
+                      **more).weights_sha256
 
 show(plain=train((x, y), 1), rows=[train(rows, devices, collate_fn=collate) for devices in (1, 2)],
      formatted=train(rows.with_format("torch"), 2, collate_fn=lambda samples: tuple(
@@ -114,11 +117,16 @@ show(plain=train((x, y), 1), rows=[train(rows, devices, collate_fn=collate) for 
 """
 
 
-def shown(program: str, *arguments: str, timeout: float = 500) -> dict[str, Any]:
-    """What a program prints that comes from standard input: there is no file, and no ``__main__`` guard."""
-    done = subprocess.run(
-        [sys.executable, "-", *arguments], input=HEAD + program, capture_output=True, text=True, timeout=timeout
-    )
+def shown(program: str, *arguments: str, forked: bool = False, timeout: float = 500) -> dict[str, Any]:
+    """What a program prints that comes from standard input: there is no file, and no ``__main__`` guard.
+
+    ``forked``: from the command line, in a process that is forked with its imports.
+    """
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout}
+    if forked:
+        done = preloaded.run([sys.executable, "-c", HEAD + program, *arguments], **options)
+    else:
+        done = subprocess.run([sys.executable, "-", *arguments], input=HEAD + program, check=False, **options)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -127,7 +135,7 @@ def shown(program: str, *arguments: str, timeout: float = 500) -> dict[str, Any]
 def test_callbacks_are_called_in_order_and_the_best_checkpoint_stays(tmp_path: Path) -> None:
     from hoop.runs.checkpoint_store import BEST, FOLDER, read
 
-    found = shown(CALLBACKS, str(tmp_path / "run"))
+    found = shown(CALLBACKS, str(tmp_path / "run"), forked=True)
     kinds = [call[0] for call in found["calls"]]
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
@@ -174,6 +182,6 @@ def test_the_surroundings_of_a_program_do_not_change_the_weights() -> None:
 
 @pytest.mark.skipif(find_spec("datasets") is None, reason="needs Hugging Face datasets: pip install 'hoop[trainers]'")
 def test_hugging_face_datasets_train_as_tensors_do() -> None:
-    found = shown(DATASETS)
+    found = shown(DATASETS, forked=True)
     assert found["rows"] == [found["plain"]] * 2
     assert found["formatted"] == found["plain"]
