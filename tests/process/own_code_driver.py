@@ -20,7 +20,7 @@ def main(example: str, runs: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for devices, faults in json.loads(runs):
-        result = module.train(devices, accelerator="cpu", faults=faults)
+        result = module.train(devices, accelerator="cpu", faults=faults, memory="32MiB")
         print(
             json.dumps(
                 {
