@@ -13,6 +13,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -27,6 +28,7 @@ import pytest
 pytest.importorskip("bokeh", reason="the dashboard needs bokeh: pip install 'hoop[dashboard]'")
 
 from bokeh.client import pull_session
+from bokeh.core.serialization import Deserializer
 from bokeh.document import Document
 from bokeh.util.token import get_session_id
 from tornado.ioloop import IOLoop
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Running]
 
+Models = dict[str, dict[str, Any]]
+"""By name, the attributes of a model of the page."""
 UP = ("--devices", "3", "--memory", "64MiB")
 WITHIN_S = 120.0
 ENDLESS = ("--epochs", 100_000, "--json", "--set", "slowdown=[20, 20]")
@@ -126,27 +130,60 @@ def document_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Document:
         loop.close(all_fds=True)
 
 
-def wait_for(url: str, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Document], bool]) -> Document:
-    """The page's document, once it is as expected."""
+def models_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Models:
+    """The models of the page that have a name. Only their data is decoded: to make them all takes a second."""
+    sent: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Document, "replace_with_json", lambda _, json: sent.append(json))
+        document_of(url, monkeypatch)
+    (page,) = sent
+    return {
+        str(one["name"]): {**one, "data": Deserializer().decode(one["data"], page.buffers)} if "data" in one else one
+        for one in attributes_in(page.content)
+        if "name" in one
+    }
+
+
+def attributes_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Those of every model in a page's JSON."""
+    if isinstance(value, dict):
+        if "attributes" in value:
+            yield value["attributes"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from attributes_in(one)
+
+
+def wait_for(url: str, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Models], bool]) -> Models:
+    """The page's models, once they are as expected. Each new page takes a second of CPU time."""
     deadline = time.monotonic() + WITHIN_S
-    while not expected(document := document_of(url, monkeypatch)):
-        assert time.monotonic() < deadline, f"the page still says {headline(document)}, {states(document)}"
-    return document
+    while not expected(models := models_of(url, monkeypatch)):
+        assert time.monotonic() < deadline, f"the page still says {headline(models)}, {states(models)}"
+        threading.Event().wait(document_module.UPDATE_MS / 1e3)
+    return models
 
 
-def headline(document: Document) -> str:
-    found: Any = document.get_model_by_name("headline")
-    return str(found.text)
+def headline(models: Models) -> str:
+    return str(models["headline"]["text"])
 
 
-def states(document: Document) -> dict[int, str]:
+def states(models: Models) -> dict[int, str]:
     """By device, its state on the ring."""
-    found: Any = document.get_model_by_name("ring")
-    return dict(zip(found.data["device"], found.data["state"], strict=True))
+    return dict(zip(column(models, "ring", "device"), column(models, "ring", "state"), strict=True))
+
+
+def column(models: Models, source: str, name: str) -> list[Any]:
+    """A column of one of the page's data sources."""
+    return list(models[source]["data"][name])
 
 
 def test_the_page_shows_the_devices_and_marks_a_killed_one_dead(
-    up: Running, cluster: hoop.Cluster, start: Start, monkeypatch: pytest.MonkeyPatch
+    up: Running,
+    cluster: hoop.Cluster,
+    start: Start,
+    await_event: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dashboard = start("dashboard", "-c", up.address, "--port", 0)
     status, headers, page = get(dashboard.address)
@@ -158,23 +195,13 @@ def test_the_page_shows_the_devices_and_marks_a_killed_one_dead(
     script = get(f"{dashboard.address}/{scripts[0].lstrip('/')}")
     assert script[0] == 200
     standby = {1: "standby", 2: "standby", 3: "standby"}
-    wait_for(dashboard.address, monkeypatch, lambda document: states(document) == standby)
+    wait_for(dashboard.address, monkeypatch, lambda models: states(models) == standby)
     (killed,) = [one.device.pid for one in cluster.status().devices if one.device.device_id == 2]
     os.kill(killed, signal.SIGKILL)
-    wait_for(dashboard.address, monkeypatch, lambda document: states(document) == {**standby, 2: "dead"})
+    await_event(up.address, "device_dead", device=2)
+    wait_for(dashboard.address, monkeypatch, lambda models: states(models) == {**standby, 2: "dead"})
     dashboard.signal(signal.SIGTERM)
     assert dashboard.wait() == 143
-
-
-def test_hoop_up_starts_and_ends_a_dashboard(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = start("up", "--devices", 1, "--memory", "4MiB", "--dashboard", 0)
-    assert cluster.first_line.startswith("coordinator ")
-    url = cluster.line().removeprefix("dashboard ")
-    wait_for(url, monkeypatch, lambda document: states(document) == {1: "standby"})
-    cluster.signal(signal.SIGTERM)
-    assert cluster.wait() == 0
-    with pytest.raises(ConnectionRefusedError):
-        get(url)
 
 
 def test_another_origin_and_another_host_are_refused(up: Running, start: Start) -> None:
@@ -281,31 +308,27 @@ def test_the_page_says_that_the_coordinator_does_not_answer_and_goes_on_when_it_
     dashboard = start("dashboard", "-c", first.address, "--port", 0, "--json")
     url = json.loads(dashboard.first_line)["dashboard"]
 
-    assert "does not answer" not in headline(document_of(url, monkeypatch))
+    shown: Any = document_of(url, monkeypatch).get_model_by_name("headline")
+    assert "does not answer" not in shown.text
     first.kill()
-    wait_for(url, monkeypatch, lambda document: "does not answer" in headline(document))
+    wait_for(url, monkeypatch, lambda models: "does not answer" in headline(models))
     start("coordinator", *journal, "--port", port)
-    wait_for(url, monkeypatch, lambda document: "does not answer" not in headline(document))
+    wait_for(url, monkeypatch, lambda models: "does not answer" not in headline(models))
 
 
-def column(document: Document, source: str, name: str) -> list[Any]:
-    """A column of one of the page's data sources."""
-    found: Any = document.get_model_by_name(source)
-    return list(found.data[name])
-
-
-def test_the_page_shows_each_devices_time_shards_and_bytes_while_a_job_trains(
+def test_the_page_of_hoop_up_shows_each_devices_time_shards_and_bytes_while_a_job_trains(
     start: Start, connect: Callable[..., hoop.Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``hoop up`` starts the dashboard, and ends it."""
     up = start("up", "--devices", 2, "--memory", "64MiB", "--dashboard", 0)
-    assert up.first_line
+    assert up.first_line.startswith("coordinator ")
     url = up.line().removeprefix("dashboard ")
     job = start("train", "mnist", "-c", up.address, *ENDLESS, "--shards", 6)
 
-    def has_each_shard_once(document: Document) -> bool:
+    def has_each_shard_once(models: Models) -> bool:
         """Not while the load balancer moves one: the devices' heartbeats come one after the other."""
-        shards = [one for text in column(document, "workers", "shards") for one in shard_numbers(text)]
-        return len(column(document, "work", "device")) == 2 and sorted(shards) == list(range(6))
+        shards = [one for text in column(models, "workers", "shards") for one in shard_numbers(text)]
+        return len(column(models, "work", "device")) == 2 and sorted(shards) == list(range(6))
 
     found = wait_for(url, monkeypatch, has_each_shard_once)
     assert column(found, "work", "device") == ["device 1 (rank 0)", "device 2 (rank 1)"]
@@ -323,6 +346,10 @@ def test_the_page_shows_each_devices_time_shards_and_bytes_while_a_job_trains(
     assert {"forward", "backward", "reduce", "update"} <= {one.category for one in trace.trace.spans}
     job.signal(signal.SIGTERM)
     job.wait(WITHIN_S)
+    up.signal(signal.SIGTERM)
+    assert up.wait() == 0
+    with pytest.raises(ConnectionRefusedError):
+        get(url)
 
 
 def shard_numbers(text: str) -> list[int]:
@@ -345,6 +372,7 @@ def test_links_over_tcp_have_their_bytes(start: Start, connect: Callable[..., ho
     view = ClusterView()
     while len(found := traffic(view)) < 2:
         assert time.monotonic() < deadline, "no link with bytes"
+        threading.Event().wait(document_module.UPDATE_MS / 1e3)
         view = with_status(view, cluster.status(), time.monotonic())
     assert {(one.device, one.peer) for one in found} == {(1, 2), (2, 1)}
     assert all(one.sent > 1000 for one in found)
@@ -353,20 +381,19 @@ def test_links_over_tcp_have_their_bytes(start: Start, connect: Callable[..., ho
 
 
 def test_hoop_train_shows_its_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start("train", "mnist", "--devices", 2, *ENDLESS, "--dashboard", 0)
+    run = start("train", "mnist", "--devices", 2, "--memory", "64MiB", *ENDLESS, "--dashboard", 0)
     deadline = time.monotonic() + WITHIN_S
     while not (found := re.findall(r"^dashboard (\S+)$", run.errors, re.MULTILINE)):
         assert time.monotonic() < deadline, run.errors
         time.sleep(0.05)
-    wait_for(found[0], monkeypatch, lambda document: set(states(document).values()) == {"training"})
+    wait_for(found[0], monkeypatch, lambda models: set(states(models).values()) == {"training"})
     run.signal(signal.SIGTERM)
     assert run.wait(WITHIN_S) == 143
     with pytest.raises(ConnectionRefusedError):
         get(found[0])
 
 
-def test_actions_need_an_administrators_login(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    up = start("up", "--devices", 1, "--memory", "4MiB")
+def test_actions_need_an_administrators_login(up: Running, start: Start) -> None:
     dashboard = start("dashboard", "-c", up.address, "--port", 0, "--actions", "--json")
     shown = json.loads(dashboard.first_line)
     url, admin = shown["dashboard"], shown["admin"]
@@ -385,9 +412,10 @@ def test_actions_need_an_administrators_login(start: Start, monkeypatch: pytest.
         return f"{cookie.name}={cookie.value}"
 
     client = log_in(shown["password"])
-    assert get(url, Cookie=client)[0] == 200
+    status, _, page = get(url, Cookie=client)
+    assert status == 200
     assert get(admin, Cookie=client)[0] == 302, "this password only shows"
-    page_token = token_of(get(url, Cookie=client)[2])
+    page_token = token_of(page)
     assert upgrade(admin, page_token, Origin=url, Cookie=client) == 403
     administrator = log_in(shown["admin_password"])
     status, _, page = get(admin, Cookie=administrator)
