@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import preloaded
 import pytest
 
 pytest.importorskip("bokeh", reason="the demo needs bokeh: pip install 'hoop[dashboard]'")
@@ -41,6 +42,13 @@ def wait_stopped(pid: int, stopped: bool) -> None:
         pause.wait(0.01)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of Hoop that this process starts are forked with their imports."""
+    monkeypatch.setattr(subprocess, "Popen", preloaded.Popen)
+
+
+@pytest.mark.usefixtures("forked")
 def test_the_buttons_signal_the_demos_own_devices(tmp_path: Path) -> None:
     with ClusterProcesses(tmp_path, 2, 4 << 20) as processes, connect(processes.address) as cluster:
         cluster.wait_for_devices(2, WITHIN_S)
@@ -73,6 +81,7 @@ def test_the_buttons_signal_the_demos_own_devices(tmp_path: Path) -> None:
             actor.act(Action.ADD, 0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_pid_that_the_coordinator_tells_is_not_signalled_unless_it_is_a_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
