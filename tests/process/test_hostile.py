@@ -168,7 +168,7 @@ def connection(address: str) -> socket.socket:
 
 
 class Flood:
-    """Opens calls and leaves them open, with as few bytes of HTTP/2 as possible, so that ten thousand are cheap."""
+    """Opens calls and leaves them open, with as few bytes of HTTP/2 as possible, so that thousands are cheap."""
 
     def __init__(self, address: str, path: str) -> None:
         self._socket = connection(address)
@@ -224,20 +224,20 @@ def open_streams(target: Target) -> int:
 
 
 def test_open_streams_are_limited(target: Target) -> None:
-    """Ten thousand streams: a device accepts 4096, refuses the others, and still serves other calls."""
+    """Six thousand streams: a device accepts 4096, refuses the others, and still serves other calls."""
     before = resident_bytes(target.pid)
     with contextlib.ExitStack() as stack:
         floods = [
             stack.enter_context(contextlib.closing(Flood(target.devices[0]["address"], STREAM_SEND))) for _ in range(4)
         ]
-        for flood in floods * 5:
+        for flood in floods * 3:
             flood.open(500)
             assert open_streams(target) <= 4096
 
         def excess_calls_have_ended() -> bool:
             for flood in floods:
                 flood.receive()
-            return sum(flood.ended for flood in floods) >= 5904
+            return sum(flood.ended for flood in floods) >= 1904
 
         wait_for(excess_calls_have_ended, "the rest")
         assert open_streams(target) == 4096
