@@ -15,6 +15,7 @@ import preloaded
 import pytest
 
 TIMEOUT_S = 400.0
+SMALL = ("--memory", "64MiB")
 needs_bokeh = pytest.mark.skipif(
     importlib.util.find_spec("bokeh") is None, reason="Bokeh is not installed: pip install 'hoop[dashboard]'"
 )
@@ -36,7 +37,7 @@ def hoop(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_run_with_a_killed_device_has_a_report_with_the_recovery_and_the_hash(tmp_path: Path) -> None:
     out = tmp_path / "run"
     fault = ("--fault", "kill@rank=1,step=5")
-    done = hoop("train", "mnist", "-n", 2, "--set", "max_steps=12", *fault, "--out", out, "--json")
+    done = hoop("train", "mnist", "-n", 2, *SMALL, "--set", "max_steps=12", *fault, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     trained = json.loads(done.stdout)
     assert trained["faults"] == ["kill@rank=1,step=5"], "the fault did not happen"
@@ -69,17 +70,19 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def without_bokeh(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs ``hoop …`` in an interpreter that cannot find Bokeh."""
+    """Runs ``hoop …`` in an interpreter that cannot find Bokeh; it has PyTorch already, and imports Hoop itself."""
     program = (
         "import sys, importlib.util as u\n"
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'bokeh' else find(name, *rest)\n"
+        "for name in [one for one in sys.modules if one.partition('.')[0] in ('bokeh', 'hoop')]:\n"
+        "    del sys.modules[name]\n"
         "sys.modules['bokeh'] = None\n"
         "from hoop.cli.main import main\n"
         "sys.exit(main())\n"
     )
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(
+    return preloaded.run(
         command,
         cwd=tmp_path,
         env={**os.environ, "HOOP_NO_REPORT": "0"},
@@ -93,7 +96,7 @@ def without_bokeh(tmp_path: Path, *arguments: object) -> subprocess.CompletedPro
 
 def test_without_bokeh_a_run_has_no_report_and_the_command_says_how_to_get_it(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    done = without_bokeh(tmp_path, "train", "mnist", "-n", 1, "--set", "max_steps=3", "--out", out, "--json")
+    done = without_bokeh(tmp_path, "train", "mnist", "-n", 1, *SMALL, "--set", "max_steps=3", "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     assert (out / "result.json").exists()
     assert not (out / "report.html").exists()
