@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -34,7 +35,9 @@ HOOP = (sys.executable, "-m", "hoop")
 MPI = Path(os.environ.get("HOOP_MPI", "/tmp/hoop-mpi"))
 SLURM = Path(os.environ.get("HOOP_SLURM", "/tmp/hoop-slurm"))
 SRUN, NODE = ("srun", "--job-name=hoop-test"), "hoop2"
-TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
+SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrun"
+TORCHRUN = (sys.executable, "-c", "from torch.distributed.run import main; main()")
+"""What the script does."""
 
 
 def mpirun(name: str) -> list[str]:
@@ -57,7 +60,7 @@ def slurm_commands() -> dict[str, str]:
 
 
 def run(command: Sequence[object], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return preloaded.run(
         [str(word) for word in command],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -80,6 +83,7 @@ def result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def local() -> Callable[..., str]:
     """The hash of the same training's weights, on devices of this machine alone."""
 
+    @functools.cache
     def train(*arguments: object) -> str:
         command = [*HOOP, "train", *arguments, *SMALL, "-n", 2, "--json"]
         words = [str(word) for word in command]
@@ -90,7 +94,8 @@ def local() -> Callable[..., str]:
 
 
 def test_torchrun(local: Callable[..., str]) -> None:
-    trained = result(run([TORCHRUN, "--nproc-per-node", 2, "-m", "hoop", "train", JOB, *SMALL, "--json"]))
+    """torchrun is forked with its imports; the ranks are real starts."""
+    trained = result(run([*TORCHRUN, "--nproc-per-node", 2, "-m", "hoop", "train", JOB, *SMALL, "--json"]))
     assert trained["device_ids"] == [1, 2]
     assert trained["weights_sha256"] == local(JOB)
 
@@ -138,8 +143,8 @@ def test_torchrun_starts_a_killed_run_again(local: Callable[..., str], tmp_path:
     """``--max-restarts`` and ``--auto-resume``: torchrun ends all ranks when one dies, and starts them again."""
     out = tmp_path / "run"
     limit = ("--set", "max_steps=3000", "--set", "checkpoint_every=100")
-    command = [TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, "--monitor-interval", "0.5", "-m", "hoop", "train"]
-    command += [SLOW, *SMALL, "--out", out, "--auto-resume", *limit]
+    command: list[object] = [SCRIPT, "--nproc-per-node", 2, "--max-restarts", 1, "--monitor-interval", "0.5"]
+    command += ["-m", "hoop", "train", SLOW, *SMALL, "--out", out, "--auto-resume", *limit]
     with subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True) as running:
         wait_until(lambda: any((out / "checkpoints").glob("*.safetensors")), running)
         os.kill(rank_process(running.pid, 1), signal.SIGKILL)
