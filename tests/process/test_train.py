@@ -29,6 +29,7 @@ FIELDS = {
     *("accuracy", "loss", "steps", "epochs", "seconds", "samples_per_second", "weights_sha256"),
     *("strategy", "devices", "bytes_sent", "idle_fraction"),
 }
+SMALL = ("--memory", "32MiB")
 UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 
 
@@ -63,7 +64,7 @@ def wait_until(condition: Callable[[], bool], describe: Callable[[], str], withi
 
 def start_training(start: Start, out: Path, *options: object) -> Running:
     """Start a training that runs until it is stopped; wait for its first steps."""
-    running = start("train", SLOW, "-n", 2, "--out", out, *options)
+    running = start("train", SLOW, "-n", 2, *SMALL, "--out", out, *options)
     metrics = out / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, lambda: running.errors)
     return running
@@ -74,7 +75,7 @@ def start_training(start: Start, out: Path, *options: object) -> Running:
 
 def test_a_run_is_saved_evaluated_and_exported(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    trained = result("train", "mnist", "-n", 2, "--epochs", 1, "--set", "max_steps=60", "--out", out)
+    trained = result("train", "mnist", "-n", 2, *SMALL, "--epochs", 1, "--set", "max_steps=60", "--out", out)
     assert set(trained) >= FIELDS
     assert trained["steps"] == 60
     assert trained["devices"] == 2
@@ -140,8 +141,8 @@ def test_the_first_signal_stops_after_a_step_with_a_checkpoint(
     assert checkpoint.name == f"step-{stopped['steps']:08}.safetensors"
     if number == signal.SIGINT:
         limit = stopped["steps"] + 30
-        uninterrupted = result("train", SLOW, "-n", 1, "--set", f"max_steps={limit}")
-        resumed = result("train", "--resume", "--out", out, "--set", f"max_steps={limit}")
+        uninterrupted = result("train", SLOW, "-n", 1, *SMALL, "--set", f"max_steps={limit}")
+        resumed = result("train", "--resume", *SMALL, "--out", out, "--set", f"max_steps={limit}")
         assert resumed["weights_sha256"] == uninterrupted["weights_sha256"]
         assert resumed["devices"] == 2
 
@@ -196,7 +197,7 @@ def test_a_killed_process_is_reported_within_seconds(
 
 
 def test_an_exception_in_user_code_is_printed_once_as_a_user_error() -> None:
-    done = hoop("train", BROKEN, "-n", 2)
+    done = hoop("train", BROKEN, "-n", 2, *SMALL)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("ZeroDivisionError: on purpose") == 1
     assert done.stderr.count('raise ZeroDivisionError("on purpose")') == 1
@@ -206,7 +207,7 @@ def test_an_exception_in_user_code_is_printed_once_as_a_user_error() -> None:
 
 
 def test_a_model_that_does_not_fit_its_data_is_a_user_error() -> None:
-    done = hoop("train", SHAPES, "-n", 1)
+    done = hoop("train", SHAPES, "-n", 1, *SMALL)
     assert done.returncode == 2
     assert "mat1 and mat2 shapes cannot be multiplied" in done.stderr
     assert "bug" not in done.stderr
