@@ -10,9 +10,10 @@ suspended). Neither test counts then, until one device sends a heartbeat again o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hoop.errors import InvalidArgument
+from hoop.membership.copies import replace
 
 
 @dataclass(frozen=True)

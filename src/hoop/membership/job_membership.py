@@ -38,10 +38,11 @@ for the restart grace, until others come; then the job ends.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hoop.errors import PeerLost
+from hoop.membership.copies import replace
 from hoop.membership.job_messages import (
     Assign,
     Assigned,

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from hoop.errors import NotFound
+from hoop.membership.copies import replace
 from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
 from hoop.topology import DeviceInfo
 

@@ -35,11 +35,11 @@ generations.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from hoop import environment
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, ResourceExhausted
 from hoop.membership import events as m
+from hoop.membership.copies import replace
 from hoop.membership.failure_detector import HeartbeatHistory
 from hoop.membership.journal import communicator_record, job_record, joined_record, lost_record
 from hoop.membership.reachability import describe_failures, without_device

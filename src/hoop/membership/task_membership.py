@@ -10,10 +10,11 @@ coordinator released it; never because its links failed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from hoop.errors import MembershipChanged
+from hoop.membership.copies import replace
 
 
 class NextStep(StrEnum):
