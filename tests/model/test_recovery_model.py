@@ -29,14 +29,13 @@ COORDINATOR_FAULTS = ["coordinator_kill", "coordinator_pause", "coordinator_cut"
 @pytest.mark.parametrize("partitioned", [False, True], ids=["data", "partitioned"])
 @pytest.mark.parametrize("arenas", [False, True], ids=["memory", "arenas"])
 def test_every_fault_at_every_time(partitioned: bool, arenas: bool) -> None:
-    """Two devices, one fault of each kind at each time, short and long: no invariant breaks."""
-    for kind, at, seconds, max_delay_s in itertools.product(
-        [*DEVICE_FAULTS, *COORDINATOR_FAULTS], TIMES, [0.2, 3.0], [0.01, 0.5]
+    """Two devices, one fault of each kind at each time, short and long, each with another seed: no invariant breaks."""
+    for seed, (kind, at, seconds, max_delay_s) in enumerate(
+        itertools.product([*DEVICE_FAULTS, *COORDINATOR_FAULTS], TIMES, [0.2, 3.0], [0.01, 0.5])
     ):
         for device in (1, 2) if kind in DEVICE_FAULTS[:6] else (1,):
             setup = Setup(2, partitioned, arenas, (Fault(at, kind, device, 3 - device, seconds),), max_delay_s)
-            for seed in range(2):
-                assert not find_violation(setup, seed), (setup, seed)
+            assert not find_violation(setup, seed), (setup, seed)
 
 
 @pytest.mark.parametrize("partitioned", [False, True], ids=["data", "partitioned"])
@@ -61,7 +60,7 @@ def lost_pairs(devices: int, replicas: int, pipelines: int = 1) -> set[tuple[int
     """The pairs of devices whose loss at once, for ever and without arenas, ends the job; checks that it does so."""
     lost = set()
     for pair in itertools.combinations(range(1, devices + 1), 2):
-        for at, max_delay_s, seed in itertools.product(TIMES, [0.01, 0.3], range(3)):
+        for at, max_delay_s, seed in itertools.product(TIMES, [0.01, 0.3], range(2)):
             faults = tuple(Fault(at, "kill", device, 0, -1.0) for device in pair)
             setup = Setup(devices, True, False, faults, max_delay_s, replicas, pipelines)
             if Run(setup, Random(seed)).run_to_end() == "lost":
