@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
+CANDIDATE = re.compile(rf"\b(?:{'|'.join(sorted(MODULES))})\b|(?<![.\w])(?:{'|'.join(sorted(CALLS))})\b|\.\s*load\b")
+"""In the text of each module that loads code; the others are not parsed, which takes seconds for all of them."""
 
 
 def code_loaders(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -32,10 +35,12 @@ def code_loaders(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_module_loads_code() -> None:
+    texts = [(path, path.read_text("utf-8")) for path in sorted((SRC / "hoop").rglob("*.py"))]
     found = [
         f"{path}:{line}: {name}"
-        for path in sorted((SRC / "hoop").rglob("*.py"))
-        for line, name in code_loaders(ast.parse(path.read_text("utf-8")))
+        for path, text in texts
+        if CANDIDATE.search(text)
+        for line, name in code_loaders(ast.parse(text))
     ]
     assert found == []
 
@@ -53,4 +58,5 @@ def test_no_module_loads_code() -> None:
     ],
 )
 def test_a_code_loader_is_found(line: str) -> None:
+    assert CANDIDATE.search(line)
     assert list(code_loaders(ast.parse(line)))
