@@ -34,7 +34,7 @@ def write(folder: Path, arrays: mnist.Arrays, *, zipped: bool = False) -> None:
     for name, array in zip(mnist.NAMES, arrays, strict=True):
         data = idx_file(array)
         path = folder / (f"{name}.gz" if zipped else name)
-        path.write_bytes(gzip.compress(data, 1) if zipped else data)
+        path.write_bytes(gzip.compress(data, 0) if zipped else data)
 
 
 def small(first: int) -> mnist.Arrays:

@@ -38,7 +38,7 @@ def cost(blocks: Sequence[Block], stages: Sequence[StageCut]) -> tuple[float, in
 
 
 @given(models(), st.data())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_no_cut_is_better(blocks: list[Block], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(blocks)))
     devices = [

@@ -46,6 +46,8 @@ def test_two_replicas_on_any_machines() -> None:
     """Each rank holds two, of different ranks. All copies are on different machines if no machine has over a third."""
     for size in range(3, 8):
         for hosts in product("abcd", repeat=size):
+            if size == 7 and list(dict.fromkeys(hosts)) != sorted(set(hosts)):
+                continue  # the same machines with other names
             found = replica_holders(size, hosts, 2)
             assert [ranks[:1] for ranks in found] == replica_holders(size, hosts), "the first holder does not move"
             copies = [{rank, *ranks} for rank, ranks in enumerate(found)]

@@ -42,7 +42,7 @@ def fits(strategy: Strategy, devices: int) -> bool:
 
 
 @given(STRATEGIES, st.integers(1, 8), st.integers(1, 16), st.data())
-@settings(max_examples=600)
+@settings(max_examples=300)
 def test_every_plan_is_valid(strategy: Strategy, devices: int, micros: int, data: st.DataObject) -> None:
     speeds = data.draw(st.none() | st.lists(st.sampled_from([0.5, 1, 3]), min_size=devices, max_size=devices))
     if not fits(strategy, devices):
