@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,12 @@ class SecureCluster:
     options: tuple[object, ...]
     """The options by which commands get credentials."""
 
-    def call(self, name: str, credentials: Credentials, metadata: Metadata | None = None) -> None:
+    def channel(self, server_role: Role, credentials: Credentials) -> grpc.Channel:
+        """A new channel to the coordinator or to the first device."""
+        address = self.device["address"] if server_role is Role.DEVICE else self.running.address
+        return credentials.channel(Address.parse(address), server_role, channel_options())
+
+    def call(self, name: str, channels: Channels, credentials: Credentials, metadata: Metadata | None = None) -> None:
         """Calls a method with an empty request; only authentication and authorization matter.
 
         ``metadata`` is sent instead of what ``credentials`` send, which must be none then.
@@ -61,16 +66,37 @@ class SecureCluster:
         method = METHODS[name]
         of_device = method.containing_service in (DEVICE, LAB_DEVICE)
         server_role = Role.DEVICE if of_device else Role.COORDINATOR
-        address = Address.parse(self.device["address"] if of_device else self.running.address)
         kind = "_".join("stream" if one else "unary" for one in (method.client_streaming, method.server_streaming))
         path = f"/{method.containing_service.full_name}/{method.name}"
         options: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
-        with credentials.channel(address, server_role, channel_options()) as channel:
+        with channels.to(self, server_role, credentials) as channel:
             request = iter([]) if method.client_streaming else b""
             answer = getattr(channel, kind)(path)(request, timeout=CALL_S, **options)
             if method.server_streaming:
                 next(iter(answer), None)
                 answer.cancel()
+
+
+class Channels(ExitStack):
+    """Channels that the calls of a test share: one to each server with each certificate, or with nothing.
+
+    With a token each call has a channel of its own, because the first call of a channel has no challenge to answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[tuple[Role, Credentials], grpc.Channel] = {}
+
+    @contextmanager
+    def to(self, target: SecureCluster, server_role: Role, credentials: Credentials) -> Iterator[grpc.Channel]:
+        if credentials.token is not None:
+            with target.channel(server_role, credentials) as channel:
+                yield channel
+            return
+        key = server_role, credentials
+        if key not in self._opened:
+            self._opened[key] = self.enter_context(target.channel(server_role, credentials))
+        yield self._opened[key]
 
 
 @contextmanager
@@ -145,10 +171,18 @@ def test_each_role_may_call_only_its_own_methods() -> None:
 # ---- every method
 
 
-def call_status(target: SecureCluster, name: str, credentials: Credentials, metadata: Metadata | None = None) -> str:
+@pytest.fixture
+def channels() -> Iterator[Channels]:
+    with Channels() as opened:
+        yield opened
+
+
+def call_status(
+    target: SecureCluster, name: str, channels: Channels, credentials: Credentials, metadata: Metadata | None = None
+) -> str:
     """The call's status; a refusal must name the method and what is required, and reveal no secret."""
     try:
-        target.call(name, credentials, metadata)
+        target.call(name, channels, credentials, metadata)
     except grpc.RpcError as error:
         code: str = error.code().name
         if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
@@ -159,7 +193,7 @@ def call_status(target: SecureCluster, name: str, credentials: Credentials, meta
     return "OK"
 
 
-def test_every_method_refuses_an_unauthenticated_call(with_token: SecureCluster) -> None:
+def test_every_method_refuses_an_unauthenticated_call(with_token: SecureCluster, channels: Channels) -> None:
     token, other = Token.parse(SECRET), Token.parse(new_token())
     texts = {
         "another cluster's": f"Bearer {other.role_token(Role.CLIENT)}",
@@ -174,39 +208,41 @@ def test_every_method_refuses_an_unauthenticated_call(with_token: SecureCluster)
     }
     headers: dict[str, Metadata] = {"nothing": (), **{kind: (("authorization", one),) for kind, one in texts.items()}}
     codes = {
-        (name, kind): call_status(with_token, name, Credentials(Role.CLIENT), headers[kind])
+        (name, kind): call_status(with_token, name, channels, Credentials(Role.CLIENT), headers[kind])
         for name in METHODS
         for kind in headers
     }
     codes |= {
-        (name, f"another cluster's {role}"): call_status(with_token, name, Credentials(role, other))
+        (name, f"another cluster's {role}"): call_status(with_token, name, channels, Credentials(role, other))
         for name in METHODS
         for role in Role
     }
     assert {call: code for call, code in codes.items() if code != "UNAUTHENTICATED"} == {}
 
 
-def test_every_method_refuses_every_wrong_role(secured: SecureCluster) -> None:
+def test_every_method_refuses_every_wrong_role(secured: SecureCluster, channels: Channels) -> None:
     wrong = [(name, role) for name in METHODS for role in set(Role) - ALLOWED[method_path(name)]]
-    codes = {(name, role): call_status(secured, name, secured.credentials_for(role)) for name, role in wrong}
+    credentials = {role: secured.credentials_for(role) for role in Role}
+    codes = {(name, role): call_status(secured, name, channels, credentials[role]) for name, role in wrong}
     assert {call: code for call, code in codes.items() if code != "PERMISSION_DENIED"} == {}
 
 
-def test_every_method_accepts_its_allowed_roles(secured: SecureCluster) -> None:
+def test_every_method_accepts_its_allowed_roles(secured: SecureCluster, channels: Channels) -> None:
     """The empty request may then be refused by the method itself."""
     right = [(name, role) for name in METHODS for role in ALLOWED[method_path(name)]]
-    codes = {(name, role): call_status(secured, name, secured.credentials_for(role)) for name, role in right}
+    credentials = {role: secured.credentials_for(role) for role in Role}
+    codes = {(name, role): call_status(secured, name, channels, credentials[role]) for name, role in right}
     unexpected = ("UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
     assert {call: code for call, code in codes.items() if code in unexpected} == {}
 
 
-def test_other_programs_send_a_client_token(with_token: SecureCluster) -> None:
+def test_other_programs_send_a_client_token(with_token: SecureCluster, channels: Channels) -> None:
     """``Bearer`` has the client's rights, at the coordinator and at devices."""
     headers = (("authorization", f"Bearer {Token.parse(SECRET).role_token(Role.CLIENT)}"),)
     for name in ("Coordinator.GetStatus", "Device.ListBuffers", "GPUDevice.GetDeviceMetadata"):
-        assert call_status(with_token, name, Credentials(Role.CLIENT), headers) == "OK"
+        assert call_status(with_token, name, channels, Credentials(Role.CLIENT), headers) == "OK"
     for name in ("Coordinator.Join", "Device.StartTask"):
-        assert call_status(with_token, name, Credentials(Role.CLIENT), headers) == "PERMISSION_DENIED"
+        assert call_status(with_token, name, channels, Credentials(Role.CLIENT), headers) == "PERMISSION_DENIED"
 
 
 def test_the_message_of_an_unauthenticated_call_is_not_read(with_token: SecureCluster) -> None:
