@@ -220,6 +220,8 @@ def _environment(folder: Path, real_start: bool) -> tuple[dict[str, str], tuple[
     Also the descriptors that these programs inherit.
     """
     kept = {"HOOP_DATA", "HOOP_TEST_SESSION"}
+    if not real_start:
+        kept.add("HOOP_NO_REPORT")  # 2 s a run
     rest = {name: value for name, value in os.environ.items() if not name.startswith("HOOP_") or name in kept}
     python, descriptors = ([sys.executable], ()) if real_start else preloaded.SERVER.program(rest)
     (folder / "bin").mkdir()

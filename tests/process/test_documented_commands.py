@@ -135,6 +135,7 @@ TABLE = (
     # Servers, and commands that never end by themselves.
     Rule(r": hoop coordinator .*etcd:.* --host 10\.0\.0\.2\b", How.STAND_BY),
     Rule(r": hoop up .*--metrics", How.SERVE, "--memory 64MiB --metrics 0"),  # the last one counts: any free ports
+    Rule(r"README.md: hoop up\b", How.SERVE, "--memory 64MiB"),
     Rule(r": hoop (up|coordinator)\b", How.SERVE),
     Rule(r": hoop device\b", How.SERVE, "--memory 64MiB"),
     Rule(r": hoop events .*--follow", How.FOLLOW),
@@ -148,6 +149,7 @@ TABLE = (
     Rule(r": hoop train .*--resume", add="--set max_steps=5"),
     Rule(r": hoop train .*--fault", add="--epochs 1 --set max_steps=10", slow=True),
     Rule(r": hoop train examples/", add=SHORT, slow=True),
+    Rule(r"README.md: hoop train ", add=f"{SHORT} --memory 64MiB"),
     Rule(r": hoop train ", add=SHORT),
     Rule(r": hoop chaos .*--runs", add="--runs 1 --devices 2 --steps 40 --faults kill --strategies data", slow=True),
     Rule(r": hoop chaos ", add="--faults 1 --devices 2", slow=True),
