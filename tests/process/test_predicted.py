@@ -20,6 +20,7 @@ def train(strategy: str, *options: str) -> dict[str, float]:
         "train",
         "mnist",
         "--devices=2",
+        "--memory=32MiB",
         f"--strategy={strategy}",
         "--json",
         *options,
