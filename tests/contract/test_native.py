@@ -99,13 +99,14 @@ def counts(ranks: int, kind: DType) -> list[int]:
     return [0, 1, ranks - 1, ranks + 1, 17, flat, flat + 1, 5000, (3 << 20) // kind.itemsize + 3]
 
 
-def sums(ranks: Ranks, kind: DType, op: str, in_place: bool) -> list[list[Array]]:
-    """The results of all counts, by rank."""
+def sums(ranks: Ranks, vectors: list[list[Array]], kind: DType, op: str, in_place: bool) -> list[list[Array]]:
+    """The results of all counts, by rank. ``vectors``: for each count those of all ranks."""
 
     def worker(comm: Communicator) -> list[Array]:
         found = []
-        for count in counts(comm.size, kind):
-            source = random_vectors(kind, count, comm.size, count)[comm.rank].copy()
+        for of_ranks in vectors:
+            source = of_ranks[comm.rank].copy()
+            count = len(source)
             destination = source if in_place else np.zeros_like(source)
             comm.run(Operation("all_reduce", count, kind, op), source, destination, LONG_S)
             comm.prepare(Operation("all_reduce", count, kind, "max"), destination, destination)(deadline_in())
@@ -123,9 +124,12 @@ def test_all_reduces_have_the_bits_of_numpy(size: int) -> None:
         cases = [(kind, op) for kind in DTYPES.values() for op in OPERATIONS]
         if size > 2:
             cases = [(kind, OPERATIONS[index % len(OPERATIONS)]) for index, kind in enumerate(DTYPES.values())]
+        of_kinds = {
+            kind.name: [random_vectors(kind, one, size, one) for one in counts(size, kind)] for kind, _ in cases
+        }
         for index, (kind, op) in enumerate(cases):
-            in_place = index % 2 == 0
-            found, expected = sums(native, kind, op, in_place), sums(numpy, kind, op, in_place)
+            vectors, in_place = of_kinds[kind.name], index % 2 == 0
+            found, expected = (sums(ranks, vectors, kind, op, in_place) for ranks in (native, numpy))
             for one, other in zip(found, expected, strict=True):
                 for left, right in zip(one, other, strict=True):
                     assert np.array_equal(comparable(left, kind), comparable(right, kind)), f"{op} of {kind.name}"

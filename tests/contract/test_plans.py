@@ -35,7 +35,8 @@ from hoop.memory.dtypes import dtype
 from hoop.transport import open_transport
 
 SIZES = range(1, 10)
-COUNTS = range(41)
+COUNTS = (*range(21), 27, 28, 35, 40)
+"""Every count up to more than twice the most ranks, and some of several times as many."""
 ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.algorithms]
 SHARED_ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.shared]
 
