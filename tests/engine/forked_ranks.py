@@ -20,6 +20,7 @@ from functools import cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch import Tensor
 from hoop import environment
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext, group_id
+from hoop.engine import cost_probe
+from hoop.engine import setup as engine_setup
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
@@ -75,9 +78,23 @@ class Outcome:
 @cache
 def import_for_ranks() -> None:
     """Loads, before the first fork, what every rank would otherwise load by itself."""
-    for name in ("numpy.ctypeslib", "numpy.random", "torch._dynamo"):  # PyTorch's optimizers import the last one
+    for name in ("numpy.ctypeslib", "numpy.ma", "numpy.random", "torch._dynamo"):  # optimizers import the last one
         importlib.import_module(name)
     environment.versions()
+
+
+def measure_briefly() -> None:
+    """Shortens what this process measures before its first step.
+
+    Of the results, times are predicted and stages are cut; no weight depends on them. The usual measurements take as
+    long as the few steps of a test, and on an emulated GPU several times as long.
+    """
+    brief = {"REPEATS": 1, "LATENESS_ROUNDS": 4, "GPU_PROBE_S": 0.0, "_MIN_STEPS": 2, "_GPU_REPEATS": 1}
+    brief |= {"_COPIED_BYTES": 1 << 16, "_CACHE_BYTES": 1 << 16}
+    for name, value in brief.items():
+        mock.patch.object(cost_probe, name, value).start()
+    small_vectors = partial(cost_probe.measure_costs, sizes=(1 << 16,))
+    mock.patch.object(engine_setup, "measure_costs", small_vectors).start()
 
 
 def train(
@@ -89,8 +106,12 @@ def train(
     resume: bytes | None = None,
     stop_at: int | None = None,
     memory: int = ARENA_BYTES,
+    briefly: bool = True,
 ) -> list[Outcome]:
-    """Runs a job on ``size`` forked ranks. ``stop_at``: rank 0 requests a stop after this many polls."""
+    """Runs a job on ``size`` forked ranks.
+
+    ``stop_at``: rank 0 requests a stop after this many polls. ``briefly``: see ``measure_briefly``.
+    """
     torch.set_num_threads(1)
     import_for_ranks()
     job.data()
@@ -104,6 +125,8 @@ def train(
             try:
                 for pipe in [*pipes, ours]:
                     pipe.close()  # otherwise a closed pipe would not be seen at its other end
+                if briefly:
+                    measure_briefly()
                 # In its own thread, as on a device: the OpenMP threads of this thread did not survive the fork.
                 work = partial(_run_rank, theirs, scheme, rank, size, settings, job, resume, stop_at, memory)
                 with ThreadPoolExecutor(1) as thread:

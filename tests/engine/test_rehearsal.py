@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "tc
 )
 def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: int) -> None:
     job_settings = settings(strategy)
-    outcomes = train(scheme, devices, job_settings, JOBS["mlp"])
+    outcomes = train(scheme, devices, job_settings, JOBS["mlp"], briefly=False)
     assert differing(alone("mlp"), tensors_in(checkpoint(outcomes))) == []
     (started,) = [event for one in outcomes for event in one.of("started")]
     costs = started["costs"]
@@ -40,7 +40,7 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
 
 def test_the_dashboards_simulator_answers_from_the_costs_that_a_job_has_measured() -> None:
     job_settings = settings("data")
-    outcomes = train("shm", 2, job_settings, JOBS["mlp"])
+    outcomes = train("shm", 2, job_settings, JOBS["mlp"], briefly=False)
     (started,) = [event for one in outcomes for event in one.of("started")]
     text = job_settings.to_json()
     for strategy, devices, per_host in (("data", 4, 2), ("pipeline:1f1b", 2, 1), ("ps:asp", 3, 3)):
@@ -66,7 +66,7 @@ KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_a_step_on_a_gpu_is_measured_without_a_trace(kind: str, devices: int, memory: int) -> None:
     """Batch norms and dropout: the weights are those of a run that measured on another number of devices."""
     wanted = settings("data", accelerator=kind)
-    outcomes = train("shm", devices, wanted, JOBS["normed"], memory=memory)
+    outcomes = train("shm", devices, wanted, JOBS["normed"], memory=memory, briefly=False)
     if kind == "emulated":
         assert differing(alone("normed"), tensors_in(checkpoint(outcomes))) == []
     (started,) = [event for one in outcomes for event in one.of("started")]
@@ -93,7 +93,7 @@ def test_a_state_that_does_not_fit_on_the_gpu_is_refused() -> None:
 
 
 def test_one_rank_measures_no_communication() -> None:
-    (outcome,) = train("shm", 1, settings("data"), JOBS["mlp"])
+    (outcome,) = train("shm", 1, settings("data"), JOBS["mlp"], briefly=False)
     (started,) = outcome.of("started")
     assert "message_s" not in started["costs"]
     assert predicted_step_seconds(started["costs"], settings("data"))

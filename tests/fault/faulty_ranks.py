@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from forked_ranks import Outcome
+from forked_ranks import Outcome, import_for_ranks, measure_briefly
 from torch import Tensor
 
 import hoop.engine.fault_tolerance.manager as engine_manager
@@ -101,6 +101,7 @@ def run_with_faults(
     ``joins``: number of ranks that join later. ``hosts``: one letter per rank, its host; empty: all on one host.
     """
     torch.set_num_threads(1)
+    import_for_ranks()
     job.data()
     parent = Parent(scheme, settings, job, faults, hosts)
     try:
@@ -130,6 +131,7 @@ class Parent:
             try:
                 for link in [*self._links.values(), parent_end]:
                     link.close()
+                measure_briefly()
                 faults = [fault for fault in self._faults if fault.rank == number]
                 with ThreadPoolExecutor(1) as thread:
                     thread.submit(self._child, child_end, faults, joining).result()

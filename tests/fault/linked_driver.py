@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "process"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("process", "engine")]
 
 import train_driver
+from forked_ranks import measure_briefly
 
 import hoop.launch.forked
 import hoop.servers.device
@@ -21,6 +22,7 @@ LEASE_S = 3.0
 
 if __name__ == "__main__":
     hoop.launch.forked.LEASE_S = LEASE_S
+    measure_briefly()
     # ``patch`` raises if the name does not exist; with a plain assignment the devices would silently use shared memory.
     with mock.patch("hoop.servers.device.open_shm_transport", return_value=None):
         train_driver.main()
