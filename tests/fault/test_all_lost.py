@@ -1,6 +1,6 @@
 """All devices of a job are killed at once and restarted on their arenas: the weights equal those of an undisturbed run.
 
-Each device reports its fault and kills itself at an instruction of step 40. No device survives to detect the failure of
+Each device reports its fault and kills itself at an instruction of step 20. No device survives to detect the failure of
 another one and continue without it.
 """
 
@@ -29,7 +29,10 @@ from reported_rows import check_same
 
 from hoop import job_events as ev
 
-STEP = 40
+STEP = 20
+FEW = 40
+LIMIT = ("--set", f"max_steps={FEW}")
+"""Of a run whose length shows nothing."""
 
 
 def arena_options(folder: Path, number: int) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ def test_all_devices_restart_and_no_step_is_lost(
 ) -> None:
     """The previous step's state is restored from the arenas: each part from the device's own or the other's."""
     with running_cluster(0, tmp_path) as processes:
-        job, run = train_until_all_killed(processes, strategy, instructions)
+        job, run = train_until_all_killed(processes, [*strategy, *LIMIT], instructions)
         if coordinator:
             processes.kill(processes.coordinator)
             processes.restart_coordinator()
@@ -87,13 +90,13 @@ def test_all_devices_restart_and_no_step_is_lost(
             processes.start_device(*arena_options(tmp_path, number))
         result = result_of(run, tmp_path / "out")
         events = all_events(processes.cluster, job)
-    check_same(result, undisturbed())
-    assert result["steps"] == STEPS
+    check_same(result, undisturbed(*LIMIT))
+    assert result["steps"] == FEW
     states = sorted((state["device"], state["step"], state["source"]) for state in result["states"])
     assert [state[:2] for state in states] == [(1, STEP - 1), (2, STEP - 1)]
     sources = [state[2] for state in states]
     assert sources == ["its own arena"] * 2 or (strategy != ["data"] and sources == ["device 2", "device 1"])
-    assert reported_steps(events)[-1] == STEPS - 1
+    assert reported_steps(events)[-1] == FEW - 1
 
 
 @pytest.mark.slow
