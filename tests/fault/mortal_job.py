@@ -1,21 +1,24 @@
 """A job that ends one of its devices in the middle of a shard.
 
-The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL. ``$MORTAL_ERROR`` selects an
-error instead: ``assert`` fails an assertion in a kernel on the device's GPU, ``illegal`` lets a kernel write to an
-address that is not its own, and any other text raises PyTorch's error for a GPU without memory, with this text.
+As soon as the folder of the run, ``$MORTAL_RUN``, has a checkpoint, the first device that finds the file
+``$MORTAL_MARK`` renames it and sends itself SIGKILL. ``$MORTAL_ERROR`` selects an error instead: ``assert`` fails an
+assertion in a kernel on the device's GPU, ``illegal`` lets a kernel write to an address that is not its own, and any
+other text raises PyTorch's error for a GPU without memory, with this text.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import hoop
+from hoop.runs.checkpoint_store import listed
 
-MARK, ERROR = (os.environ.get(name, "") for name in ("MORTAL_MARK", "MORTAL_ERROR"))
+MARK, ERROR, RUN = (os.environ.get(name, "") for name in ("MORTAL_MARK", "MORTAL_ERROR", "MORTAL_RUN"))
 
 WILD = 'extern "C" __global__ void wild(long long address) { *(int *)address = 1; }'
 
@@ -24,6 +27,8 @@ class Mortal(nn.Module):
     """Identity, except in the process that finds the mark."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if not os.path.exists(MARK) or not listed(Path(RUN)):
+            return values
         try:
             os.rename(MARK, MARK + ".fired")
         except OSError:

@@ -26,6 +26,8 @@ from hoop.runs.ledger import NAME, lines
 
 JOB = f"{Path(__file__).with_name('mortal_job.py')}:job"
 TIMEOUT_S = 400.0
+STEPS = 200
+"""Of runs in which a device ends after the first checkpoint, which is that of step 26."""
 
 
 def command(*arguments: object) -> list[str]:
@@ -46,6 +48,16 @@ def training(out: Path, *options: object, **environment: str) -> Iterator[subpro
             yield run
         finally:
             run.kill()
+
+
+@contextlib.contextmanager
+def mortal_training(out: Path, *options: object, error: str = "") -> Iterator[subprocess.Popen[str]]:
+    """One of the devices ends after the first checkpoint (``mortal_job``); fails if none does."""
+    mark = out.with_name("mark")
+    mark.touch()
+    with training(out, *options, MORTAL_RUN=str(out), MORTAL_MARK=str(mark), MORTAL_ERROR=error) as run:
+        yield run
+    assert mark.with_name("mark.fired").exists(), "no device ended"
 
 
 def wait_until(condition: Callable[[], object], run: subprocess.Popen[str]) -> None:
@@ -73,15 +85,12 @@ def undisturbed(*limit: object) -> str:
 def test_the_shards_of_a_killed_device_are_taken_over_once_and_the_ledger_names_the_devices(
     tmp_path: Path,
 ) -> None:
-    out, mark = tmp_path / "run", tmp_path / "mark"
-    limit = ("--set", "max_steps=600", "--set", "balance=false")
-    with training(out, "-n", 3, *limit, MORTAL_MARK=str(mark)) as run:
-        wait_until(lambda: listed(out), run)
-        mark.touch()
+    out = tmp_path / "run"
+    limit = ("--set", f"max_steps={STEPS}", "--set", "balance=false")
+    with mortal_training(out, "-n", 3, *limit) as run:
         weights = result_of(run)["weights_sha256"]
-    assert (tmp_path / "mark.fired").exists(), "no device died"
     assert weights == undisturbed(*limit)
-    audited = check_run(out, 600)
+    audited = check_run(out, STEPS)
     (takeover,) = audited.taken_over
     (dead,) = takeover["lost"]
     devices_of_step = {line.entry["step"]: line.entry["by"] for line in lines(out / NAME) if "step" in line.entry}
@@ -96,13 +105,10 @@ def test_the_shards_of_a_killed_device_are_taken_over_once_and_the_ledger_names_
 @pytest.mark.parametrize("devices", [3, 1])
 def test_an_error_of_a_gpu_ends_its_device_and_the_others_go_on(devices: int, tmp_path: Path) -> None:
     """The last device has nobody to go on: the job fails with the error's text."""
-    out, mark, text = tmp_path / "run", tmp_path / "mark", "CUDA out of memory. Tried to allocate 9.00 GiB."
-    limit = ("--set", "max_steps=600")
-    with training(out, "-n", devices, *limit, MORTAL_MARK=str(mark), MORTAL_ERROR=text) as run:
-        wait_until(lambda: listed(out), run)
-        mark.touch()
+    out, text = tmp_path / "run", "CUDA out of memory. Tried to allocate 9.00 GiB."
+    limit = ("--set", f"max_steps={STEPS}")
+    with mortal_training(out, "-n", devices, *limit, error=text) as run:
         printed, errors = run.communicate(timeout=TIMEOUT_S)
-    assert (tmp_path / "mark.fired").exists(), "no device raised the error"
     if devices == 1:
         assert (run.returncode, printed) == (2, "")
         assert text in errors
@@ -110,7 +116,7 @@ def test_an_error_of_a_gpu_ends_its_device_and_the_others_go_on(devices: int, tm
     assert run.returncode == 0, errors
     assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
     assert f"ends, because it ran into: {text}" in errors
-    check_run(out, 600)
+    check_run(out, STEPS)
 
 
 ASSERTED = "ends, because it ran into: CUDA error: device-side assert triggered"
@@ -127,13 +133,10 @@ ASSERTED = "ends, because it ran into: CUDA error: device-side assert triggered"
 )
 def test_a_cuda_error_does_not_change_the_weights(kind: str, strategy: str, text: str, tmp_path: Path) -> None:
     """An assert ends its device alone. An illegal address ends all that share the GPU through MPS: they start again."""
-    out, mark = tmp_path / "run", tmp_path / "mark"
+    out = tmp_path / "run"
     limit = ("--set", "max_steps=600", "--accelerator", "cuda", "--strategy", strategy)
-    with training(out, "-n", 3, *limit, MORTAL_MARK=str(mark), MORTAL_ERROR=kind) as run:
-        wait_until(lambda: listed(out), run)
-        mark.touch()
+    with mortal_training(out, "-n", 3, *limit, error=kind) as run:
         printed, errors = run.communicate(timeout=TIMEOUT_S)
-    assert (tmp_path / "mark.fired").exists(), "no kernel failed"
     assert run.returncode == 0, errors
     assert text in errors
     assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
