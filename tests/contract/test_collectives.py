@@ -242,8 +242,8 @@ def cases(collective: str, algorithm: str, n: int, one_in: int = 1, turn: int = 
     """Every operation, type, count, root and peer, in place and not; reductions take turns with the roots, chunked_ring
     with chunk sizes.
 
-    ``one_in``: every pair of operation and count runs with one of so many types, each time with others; ``turn``: with
-    which ones the first pair does.
+    ``one_in``: every pair of operation and count runs with a share of the types, 1 / ``one_in``, another share each
+    time; ``turn``: the share of the first pair.
     """
     entry = CATALOG[collective]
     rng = np.random.default_rng(sum(map(ord, collective + algorithm)) + n)

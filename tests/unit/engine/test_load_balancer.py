@@ -12,7 +12,7 @@ from hoop.strategies.catalog import parse
 
 SHARD_S = 0.001
 LONGEST_PAUSE = MAX_PAUSE + 2 * WINDOW
-"""The timings are constant: if shards have not moved within so many steps, they never will."""
+"""Steps. The timings are constant: shards that have not moved in this time never will."""
 
 
 class Devices:
