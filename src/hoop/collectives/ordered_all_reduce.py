@@ -242,7 +242,13 @@ def _build_sum(expression: Sum, slots: Sequence[Array], outputs: Sequence[Array]
     calls: Calls = []
     temporaries: list[Array] = []
     for low in range(span.start, span.stop, BLOCK):
-        _append_block(calls, temporaries, expression, slots, outputs, (low, min(low + BLOCK, span.stop)))
+        high = min(low + BLOCK, span.stop)
+        append_block(calls, temporaries, expression, slots, [one[low:high] for one in outputs], (low, high))
+    return run_calls(calls)
+
+
+def run_calls(calls: Calls) -> Step:
+    """The step that makes these calls, in order."""
 
     def run(deadline: float) -> None:
         for call, arguments in calls:
@@ -251,15 +257,18 @@ def _build_sum(expression: Sum, slots: Sequence[Array], outputs: Sequence[Array]
     return run
 
 
-def _append_block(
+def append_block(
     calls: Calls,
     temporaries: list[Array],
     expression: Sum,
     slots: Sequence[Array],
-    outputs: Sequence[Array],
+    targets: Sequence[Array],
     span: tuple[int, int],
 ) -> None:
-    """Appends the calls that sum the elements ``span``. ``temporaries``: for partial sums, one a depth of the tree."""
+    """Appends the calls that sum the elements ``span``, at most ``BLOCK`` of them, into each of the targets.
+
+    ``temporaries``: for partial sums, one a depth of the tree; it grows as needed.
+    """
     low, high = span
 
     def leaf(one: Leaf) -> Array:
@@ -268,15 +277,14 @@ def _append_block(
 
     def temporary(depth: int) -> Array:
         while len(temporaries) <= depth:
-            temporaries.append(np.empty(BLOCK, outputs[0].dtype))
+            temporaries.append(np.empty(BLOCK, targets[0].dtype))
         return temporaries[depth][: high - low]
 
-    first = outputs[0][low:high]
-    append_sum(calls, expression, leaf, temporary, first, 0)
-    calls.extend((np.copyto, (other[low:high], first)) for other in outputs[1:])
+    _append_sum(calls, expression, leaf, temporary, targets[0], 0)
+    calls.extend((np.copyto, (other, targets[0])) for other in targets[1:])
 
 
-def append_sum(
+def _append_sum(
     calls: Calls,
     part: Sum,
     leaf: Callable[[Leaf], Array],
@@ -293,9 +301,9 @@ def append_sum(
         if target is not None:
             calls.append((np.copyto, (target, leaf(part))))
         return leaf(part)
-    left = append_sum(calls, part[0], leaf, temporary, None, depth)
+    left = _append_sum(calls, part[0], leaf, temporary, None, depth)
     # The left sum stays in the temporary of this depth while the right sum is made in the next one.
-    right = append_sum(calls, part[1], leaf, temporary, None, depth + 1)
+    right = _append_sum(calls, part[1], leaf, temporary, None, depth + 1)
     target = temporary(depth) if target is None else target
     calls.append((np.add, (left, right, target)))
     return target

@@ -29,9 +29,10 @@ from hoop.collectives.ordered_all_reduce import (
     Calls,
     Step,
     all_gather_slices,
-    append_sum,
+    append_block,
     build_linked_step,
     other_ranks,
+    run_calls,
 )
 from hoop.collectives.plan import (
     DESTINATION,
@@ -198,32 +199,9 @@ def _build_sums(expression: Sum, rows: Sequence[Array], output: Array, parts: Se
     for low, high in parts:
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
-            _append_block(calls, temporaries, expression, rows, output[end : end + stop - start], (start, stop))
+            append_block(calls, temporaries, expression, rows, [output[end : end + stop - start]], (start, stop))
             end += stop - start
-
-    def run(deadline: float) -> None:
-        for call, arguments in calls:
-            call(*arguments)
-
-    return run
-
-
-def _append_block(
-    calls: Calls, temporaries: list[Array], expression: Sum, rows: Sequence[Array], target: Array, span: Span
-) -> None:
-    """Appends the calls that sum the elements ``span`` into ``target``."""
-    low, high = span
-
-    def leaf(one: Leaf) -> Array:
-        part: Array = rows[one.rank][one.slot, low:high]
-        return part
-
-    def temporary(depth: int) -> Array:
-        while len(temporaries) <= depth:
-            temporaries.append(np.empty(BLOCK, target.dtype))
-        return temporaries[depth][: high - low]
-
-    append_sum(calls, expression, leaf, temporary, target, 0)
+    return run_calls(calls)
 
 
 def _build_copies(theirs: Sequence[Array], weights: Array, spans: Sequence[Span], rank: int) -> Step:

@@ -23,8 +23,7 @@ from hoop.topology import MAX_DEVICES
 
 PRECISIONS = ("float32", "bfloat16")
 ACCELERATORS = ("cpu", "cuda", "auto", "emulated")
-UPDATES = ("auto", "on", "off")
-"""Values of ``sharded_update``."""
+SHARDED_UPDATES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ class Settings:
     """For tests: faults to inject, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
     sharded_update: str = "auto"
     """Data parallel: each device updates a slice of the weights, of which only it has the optimizer state (ZeRO stage
-    1). One of ``UPDATES``; ``auto``: if that is faster by measured costs, or if the state does not fit otherwise."""
+    1). One of ``SHARDED_UPDATES``; ``auto``: if measured costs say that it is faster, or if the state fits only then.
+    """
     bucket_bytes: int = 4 << 20
     """Size of gradient buckets, which are reduced while the backward continues; 0: one bucket, after the backward."""
     evaluate_every: int = 1
@@ -164,8 +164,8 @@ class Settings:
 
     def _check_sharded_update(self) -> None:
         value = self.sharded_update
-        if value not in UPDATES:
-            raise InvalidArgument(f"sharded_update: {value!r} is unknown; known: {', '.join(UPDATES)}")
+        if value not in SHARDED_UPDATES:
+            raise InvalidArgument(f"sharded_update: {value!r} is unknown; known: {', '.join(SHARDED_UPDATES)}")
         strategy = parse(self.strategy) if value != "auto" else None
         if value == "on" and not isinstance(strategy, DataParallel):
             raise InvalidArgument(
