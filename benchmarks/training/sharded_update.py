@@ -74,6 +74,8 @@ JOBS = {
     "GPT": (hoop.Job(gpt, tokens, settings=SMALL_BATCH), 8, "1GiB"),
 }
 """Job, steps, and the arena of a device."""
+wide_job = JOBS["wide MLP"][0]
+"""For ``hoop train benchmarks/training/sharded_update.py:wide_job``."""
 
 
 class Figures(NamedTuple):
