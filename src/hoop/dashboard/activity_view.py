@@ -1,8 +1,12 @@
 """What a device does in a job: where its time goes and what its links carry, from sums in its heartbeats.
 
 A heartbeat has sums since the task began (``pb.TaskActivity``). The view keeps a few of them, each the first after a
-step has ended, and shows differences over about ``WINDOW_S`` seconds, or over the last step if that is longer. Another
-process made the numbers: they may be anything.
+step has ended, and computes ``Figures`` from differences over about ``WINDOW_S`` seconds, or over the last step if that
+is longer. Another process made the numbers: they may be anything.
+
+Measured figures vary a little all the time. Pages show the same ones as long as they are about right (``about_equal``):
+a digit that flickers tells nobody anything, and a browser on a machine that trains takes time from the devices for
+every change that it draws.
 """
 
 from __future__ import annotations
@@ -22,6 +26,12 @@ STALLED_S = 5.0
 """Without a step for this long, and for three times a step, there is nothing to show."""
 MAX_LINKS = 64
 MAX_SHARDS = 256
+MAX_SHARE_CHANGE = 0.05
+"""Figures are about equal if no share of a device's time differs by more than this,"""
+MAX_RATE_CHANGE = 0.05
+"""and no rate or duration by more than this share of it."""
+SHOWN_S = 10.0
+"""After this time the current figures are shown, however little they have changed."""
 PARTS = ("load", "forward", "backward", "communicate", "update", "idle", "other")
 """Parts of a step's time. ``idle``: waiting for other ranks. ``other``: between instructions, and evaluation,
 checkpoints and recoveries between steps."""
@@ -64,6 +74,62 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Figures:
+    """Where a device's time went and what its links carried, over a window of some seconds."""
+
+    step_seconds: float | None
+    """None before the second step, and if none has ended lately."""
+    split: dict[str, float]
+    """Seconds of a step by part; empty if ``step_seconds`` is None."""
+    bytes_a_second: float | None
+    """Sent to other ranks, over links and through shared memory; None before the second step."""
+    links: tuple[LinkRate, ...]
+    """Of the links over TCP, by peer."""
+
+    @property
+    def shares(self) -> Shares | None:
+        """Of the time in the window; None if no step has ended lately."""
+        total = sum(self.split.values())
+        if not total:
+            return None
+        compute = sum(self.split[one] for one in ("load", "forward", "backward", "update"))
+        return Shares(compute / total, self.split["communicate"] / total, self.split["idle"] / total)
+
+    @property
+    def summary(self) -> str:
+        """Like ``computes 70%, communicates 10%, waits 20%``; empty if no step has ended lately."""
+        found = self.shares
+        if found is None:
+            return ""
+        return f"computes {found.compute:.0%}, communicates {found.communicate:.0%}, waits {found.idle:.0%}"
+
+
+def about_equal(one: Figures, other: Figures) -> bool:
+    """Whether a page may go on to show the one, although the other is measured now."""
+    if one.split.keys() != other.split.keys() or [link.peer for link in one.links] != [
+        link.peer for link in other.links
+    ]:
+        return False
+    rates = [(one.step_seconds, other.step_seconds), (one.bytes_a_second, other.bytes_a_second)]
+    for link, same in zip(one.links, other.links, strict=True):
+        rates += [(link.sent, same.sent), (link.received, same.received)]
+    if not all(_close(rate, same) for rate, same in rates):
+        return False
+    if not one.split or one.step_seconds is None or other.step_seconds is None:
+        return True
+    return all(
+        abs(seconds / one.step_seconds - other.split[part] / other.step_seconds) <= MAX_SHARE_CHANGE
+        for part, seconds in one.split.items()
+    )
+
+
+def _close(rate: float | None, other: float | None) -> bool:
+    if rate is None or other is None:
+        return rate is other
+    return abs(rate - other) <= MAX_RATE_CHANGE * max(rate, other)
+
+
+@dataclass(frozen=True)
 class ActivityView:
     """One device in one job."""
 
@@ -77,76 +143,53 @@ class ActivityView:
     shards: tuple[int, ...] = ()
     """That it computes in a step."""
     stages: tuple[int, ...] = ()
+    shown: Figures | None = None
+    """What pages show; None: the current figures."""
+    shown_since_s: float = 0.0
+    """When these were current, by the device's clock."""
 
     @property
-    def window_s(self) -> float:
-        return self.samples[-1].at_s - self.samples[0].at_s
+    def figures(self) -> Figures:
+        """For pages: the current figures, or earlier ones that are about equal."""
+        return self.shown if self.shown is not None else self.current
 
     @property
-    def steps(self) -> int:
-        """Done in the window."""
-        return self.samples[-1].steps - self.samples[0].steps
-
-    @property
-    def moves(self) -> bool:
-        """Whether steps end."""
-        if self.steps < 1:
-            return False
-        return self.at_s - self.samples[-1].at_s < max(STALLED_S, 3 * self.window_s / self.steps)
-
-    @property
-    def split(self) -> dict[str, float]:
-        """Seconds of a step by part, over the window; empty before the second step, and if none has ended lately."""
-        if not self.moves:
-            return {}
+    def current(self) -> Figures:
+        """The figures of the window that ends with the newest sample."""
         first, last = self.samples[0], self.samples[-1]
-        parts = [max(0.0, now - then) / self.steps for then, now in zip(first.seconds, last.seconds, strict=True)]
-        other = max(0.0, self.window_s / self.steps - sum(parts))
-        return dict(zip(PARTS, (*parts, other), strict=True))
-
-    @property
-    def step_seconds(self) -> float | None:
-        return self.window_s / self.steps if self.moves else None
-
-    @property
-    def bytes_a_second(self) -> float | None:
-        """Sent to other ranks, over links and through shared memory; None before the second step."""
-        if self.window_s <= 0:
-            return None
-        if not self.moves:
-            return 0.0
-        return max(0, self.samples[-1].bytes_sent - self.samples[0].bytes_sent) / self.window_s
-
-    @property
-    def links(self) -> tuple[LinkRate, ...]:
-        """Of the links over TCP, by peer."""
-        if not self.moves:
-            return ()
-        before = {one.peer: one for one in self.samples[0].links}
+        window_s, steps = last.at_s - first.at_s, last.steps - first.steps
+        moves = steps >= 1 and self.at_s - last.at_s < max(STALLED_S, 3 * window_s / steps)
+        if not moves:
+            return Figures(None, {}, None if window_s <= 0 else 0.0, ())
+        parts = [max(0.0, now - then) / steps for then, now in zip(first.seconds, last.seconds, strict=True)]
+        other = max(0.0, window_s / steps - sum(parts))
+        split = dict(zip(PARTS, (*parts, other), strict=True))
+        if window_s <= 0:
+            return Figures(window_s / steps, split, None, ())
+        sent = max(0, last.bytes_sent - first.bytes_sent) / window_s
+        before = {one.peer: one for one in first.links}
         rates = []
-        for one in self.samples[-1].links:
-            then = before.get(one.peer, LinkBytes(one.peer, 0, 0))
-            sent, received = max(0, one.sent - then.sent), max(0, one.received - then.received)
-            rates.append(LinkRate(one.peer, sent / self.window_s, received / self.window_s))
-        return tuple(sorted(rates))
+        for one in last.links:
+            then_bytes = before.get(one.peer, LinkBytes(one.peer, 0, 0))
+            rates.append(
+                LinkRate(
+                    one.peer,
+                    max(0, one.sent - then_bytes.sent) / window_s,
+                    max(0, one.received - then_bytes.received) / window_s,
+                )
+            )
+        return Figures(window_s / steps, split, sent, tuple(sorted(rates)))
 
-    @property
-    def shares(self) -> Shares | None:
-        """Of the time in the window; None if no step has ended lately."""
-        split = self.split
-        total = sum(split.values())
-        if not total:
-            return None
-        compute = sum(split[one] for one in ("load", "forward", "backward", "update"))
-        return Shares(compute / total, split["communicate"] / total, split["idle"] / total)
-
-    @property
-    def summary(self) -> str:
-        """Like ``computes 70%, communicates 10%, waits 20%``; empty if no step has ended lately."""
-        found = self.shares
-        if found is None:
-            return ""
-        return f"computes {found.compute:.0%}, communicates {found.communicate:.0%}, waits {found.idle:.0%}"
+    def steadied(self, before: ActivityView) -> ActivityView:
+        """With what pages show: that of ``before``, if it is about right and not old; else the current figures."""
+        current = self.current
+        if (
+            before.shown is not None
+            and self.at_s - before.shown_since_s < SHOWN_S
+            and about_equal(before.shown, current)
+        ):
+            return replace(self, shown=before.shown, shown_since_s=before.shown_since_s)
+        return replace(self, shown=current, shown_since_s=self.at_s)
 
 
 def after_heartbeat(before: ActivityView | None, message: pb.TaskActivity) -> ActivityView:
@@ -167,7 +210,7 @@ def after_heartbeat(before: ActivityView | None, message: pb.TaskActivity) -> Ac
     if sample.at_s < before.at_s or sample.steps < last.steps:  # a task that was started again
         return fresh
     samples = before.samples if sample.steps == last.steps else _extended(before.samples, sample)
-    return replace(fresh, samples=samples)
+    return replace(fresh, samples=samples).steadied(before)
 
 
 def _extended(samples: tuple[Sample, ...], sample: Sample) -> tuple[Sample, ...]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from bokeh.layouts import column
 from bokeh.models import FactorRange, HoverTool, LayoutDOM
 
-from hoop.dashboard.activity_view import Shares
 from hoop.dashboard.palette import CYCLE, GREY, RED, SHARE_COLOURS, STATE_COLOURS, STATE_SHAPES
 from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, plural, set_text, table, text_block
 from hoop.dashboard.updates import PageUpdates
@@ -23,8 +22,6 @@ MAX_LISTED_LINKS = 1000
 _AT_DEVICE = ("work", "memory", "time", "sends", "reason")
 """What is shown of a device only when the pointer is there."""
 CIRCLES = "The circle around a device is its time: computing blue, communicating orange, idle grey."
-MIN_DRAWN_CHANGE = 0.05
-"""The ring is not drawn again while no device's share of time differs from the drawn one by more than this."""
 MAX_NAMED = 48
 """With more devices on the ring their numbers would overlap; the pointer and the table tell them."""
 
@@ -55,7 +52,7 @@ def ring_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
             "label": str(one.id) if len(devices) <= MAX_NAMED else "",
             "work": _work(one),
             "memory": f"{bytes_text(one.used)} of {bytes_text(one.capacity)}",
-            "time": one.activity.summary if one.activity is not None else "",
+            "time": one.activity.figures.summary if one.activity is not None else "",
             "sends": _sends(one),
             "reason": one.reason,
         }
@@ -63,48 +60,21 @@ def ring_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
     ]
 
 
-class DrawnShares:
-    """The shares of time that the circles show: those of the last drawing, as long as they are about right.
-
-    Shares vary a little from one update to the next, and to draw the ring is most of an update's cost in the browser.
-    """
-
-    def __init__(self) -> None:
-        self._shares: dict[int, Shares] = {}
-        """By device."""
-
-    def update(self, devices: Sequence[DeviceView]) -> None:
-        """Draw the current shares, if a device's differ too much from the drawn ones, or the devices are others."""
-        shares = {one.id: one.activity.shares for one in devices if one.activity is not None}
-        current = {device: one for device, one in shares.items() if one is not None}
-        if current.keys() != self._shares.keys() or any(
-            not abs(new - old) <= MIN_DRAWN_CHANGE  # also if one of them is no number
-            for device, one in current.items()
-            for new, old in zip(one, self._shares[device], strict=True)
-        ):
-            self._shares = current
-
-    def __getitem__(self, device: int) -> Shares:
-        return self._shares[device]
-
-
-def share_rows(devices: Sequence[DeviceView], drawn: DrawnShares) -> list[dict[str, Any]]:
+def share_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
     """The rows of the circles around training devices: the shares of their time, clockwise from the top.
 
-    What is left of a circle is other work: evaluation, checkpoints, recovery. The text at the pointer has the current
-    share.
+    What is left of a circle is other work: evaluation, checkpoints, recovery.
     """
-    drawn.update(devices)
     inner, outer = (0.17, 0.23) if len(devices) <= MAX_NAMED else (0.05, 0.08)
     rows = []
     for (x, y), one in zip(ring_places(len(devices)), devices, strict=True):
-        shares = one.activity.shares if one.activity is not None else None
+        shares = one.activity.figures.shares if one.activity is not None else None
         if shares is None:
             continue
         start = math.pi / 2
         kinds = ("computing", "communicating", "idle")
-        for what, share, drawn_share in zip(kinds, shares, drawn[one.id], strict=True):
-            end = start - 2 * math.pi * min(1.0, drawn_share)
+        for what, share in zip(kinds, shares, strict=True):
+            end = start - 2 * math.pi * min(1.0, share)
             rows.append(
                 {
                     "x": x,
@@ -175,7 +145,7 @@ def traffic(view: ClusterView) -> list[Traffic]:
         Traffic(one.id, link.peer, link.sent)
         for one in view.devices
         if one.activity is not None
-        for link in one.activity.links
+        for link in one.activity.figures.links
         if link.sent > 0
     ]
     return sorted(found, key=lambda one: (-one.sent, one.device, one.peer))
@@ -185,7 +155,7 @@ def link_table_rows(view: ClusterView) -> list[dict[str, Any]]:
     """One row a device for what it sends in all, and one for each of its links over TCP."""
     rows = []
     for one in view.devices:
-        if one.activity is not None and one.activity.bytes_a_second is not None:
+        if one.activity is not None and one.activity.figures.bytes_a_second is not None:
             rows.append(
                 {"from": f"device {one.id}", "to": "all ranks of its job", "rate": _sends(one), "way": _ways(one)}
             )
@@ -202,16 +172,18 @@ def link_table_rows(view: ClusterView) -> list[dict[str, Any]]:
 
 
 def _ways(device: DeviceView) -> str:
-    return "links and shared memory" if device.activity is not None and device.activity.links else "shared memory"
+    return (
+        "links and shared memory" if device.activity is not None and device.activity.figures.links else "shared memory"
+    )
 
 
 def _busy(device: DeviceView) -> str:
-    shares = device.activity.shares if device.activity is not None else None
+    shares = device.activity.figures.shares if device.activity is not None else None
     return f"{shares.compute:.0%}" if shares is not None else ""
 
 
 def _sends(device: DeviceView) -> str:
-    rate = device.activity.bytes_a_second if device.activity is not None else None
+    rate = device.activity.figures.bytes_a_second if device.activity is not None else None
     return f"{bytes_text(rate)}/s" if rate is not None else ""
 
 
@@ -276,7 +248,6 @@ class ClusterTab:
         self._shares = Source("shares", *wedges, updates=updates, at_pointer=("share",))
         lines = ("x0", "y0", "x1", "y1", "colour", "name", "carries", "width")
         self._links = Source("links", *lines, updates=updates, at_pointer=("carries",))
-        self._drawn_shares = DrawnShares()
         self._traffic = Source("traffic", "from", "to", "rate", "way", updates=updates)
         self._memory = Source("memory", "device", "left", "right", "name", "bytes", "colour")
         listed = ("device", "state", "host", "work", "busy", "sends", "memory", "address", "reason")
@@ -388,7 +359,7 @@ class ClusterTab:
         devices = view.on_ring
         set_text(self._head, paragraph("Cluster", tag="h2"), paragraph(summary(view)), paragraph(CIRCLES))
         self._devices.show(ring_rows(devices))
-        self._shares.show(share_rows(devices, self._drawn_shares))
+        self._shares.show(share_rows(devices))
         self._links.show(link_rows(view))
         self._list.show(
             [

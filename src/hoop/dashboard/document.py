@@ -1,7 +1,8 @@
 """The page of one browser: a headline, buttons for the tabs, and the tab that is shown.
 
-Twice a second the page takes the feed's newest view and sends what has changed in the tab that is shown. It does not
-send more while the browser has not applied the last ones: a browser that is slow, asleep or gone makes no queue grow.
+Twice a second the page takes the feed's newest view and sends what has changed in the tab that is shown, if anything
+has. It does not send more while the browser has not applied the last ones: a browser that is slow, asleep or gone makes
+no queue grow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The changes of a page, which its browser gets and applies as one message, twice a second.
+"""The changes of a page, which its browser gets and applies as one message, at most twice a second.
 
 Bokeh would send a message for every source and text that has changed. For a changed text it would lay out the whole
 page again, for a changed table measure all its columns, and for a changed text at the pointer draw the chart. On a
@@ -123,7 +123,9 @@ class PageUpdates:
         self._sources[source.id] = (columns, drawn or drawn_before, table.id if table is not None else "")
 
     def send(self) -> None:
-        """Sends the changes since the last call."""
+        """Sends the changes since the last call. Without any, a browser that has the page gets nothing."""
+        if self.live and not self._texts and not self._sources:
+            return
         changes = {
             "texts": list(self._texts.items()),
             "sources": [[name, *change] for name, change in self._sources.items()],

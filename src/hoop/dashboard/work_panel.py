@@ -39,7 +39,7 @@ def bar_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
     """Milliseconds of a step by part, for each device that has ended a step lately."""
     rows = []
     for one in devices:
-        split = one.activity.split if one.activity is not None else {}
+        split = one.activity.figures.split if one.activity is not None else {}
         if split:
             parts = {part: 1e3 * split[part] for part in PARTS}
             rows.append({"device": bar_name(one), **parts, "whole": sum(parts.values())})
@@ -53,7 +53,8 @@ def table_rows(job: JobView, devices: Sequence[DeviceView]) -> list[dict[str, An
     for one in devices:
         found = one.activity
         assert found is not None, "of ClusterView.workers"
-        seconds, sent, shares = found.step_seconds, found.bytes_a_second, found.shares
+        figures = found.figures
+        seconds, sent, shares = figures.step_seconds, figures.bytes_a_second, figures.shares
         rows.append(
             {
                 "rank": str(one.rank),

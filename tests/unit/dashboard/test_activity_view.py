@@ -10,10 +10,13 @@ import pytest
 from hoop.dashboard.activity_view import (
     MAX_SAMPLES,
     PARTS,
+    SHOWN_S,
     STALLED_S,
     WINDOW_S,
     ActivityView,
+    Figures,
     LinkRate,
+    about_equal,
     after_heartbeat,
 )
 from hoop.dashboard.view import ClusterView, with_status
@@ -38,15 +41,15 @@ def test_a_step_is_split_by_part() -> None:
         heartbeat(12.0, 9, load_s=1.04, forward_s=2.4, backward_s=3.8, communicate_s=4.2, update_s=5.08, idle_s=6.4),
     )
     expected = {"load": 0.01, "forward": 0.1, "backward": 0.2, "communicate": 0.05, "update": 0.02, "idle": 0.1}
-    assert view.split == pytest.approx({**expected, "other": 0.5 - 0.48})
-    assert tuple(view.split) == PARTS
-    assert view.step_seconds == 0.5
-    assert view.summary == "computes 66%, communicates 10%, waits 20%"
+    assert view.figures.split == pytest.approx({**expected, "other": 0.5 - 0.48})
+    assert tuple(view.figures.split) == PARTS
+    assert view.figures.step_seconds == 0.5
+    assert view.figures.summary == "computes 66%, communicates 10%, waits 20%"
 
 
 def test_without_a_step_in_the_window_nothing_is_split() -> None:
     view = after(heartbeat(1.0, 5, forward_s=1.0), heartbeat(2.0, 5, forward_s=2.0))
-    assert (view.split, view.summary, view.step_seconds) == ({}, "", None)
+    assert (view.figures.split, view.figures.summary, view.figures.step_seconds) == ({}, "", None)
 
 
 def test_bytes_a_second_in_all_and_by_link() -> None:
@@ -57,31 +60,74 @@ def test_bytes_a_second_in_all_and_by_link() -> None:
         heartbeat(1.0, 1, bytes_sent=1000, links=links((7, 100, 10), (8, 1, 1), (8, 2, 2))),
         heartbeat(3.0, 2, bytes_sent=5000, links=links((7, 500, 30), (8, 11, 21), (8, 22, 32), (9, 8, 0))),
     )
-    assert view.bytes_a_second == 2000
-    assert view.links == (LinkRate(7, 200.0, 10.0), LinkRate(8, 15.0, 25.0), LinkRate(9, 4.0, 0.0))
-    assert after(heartbeat(1.0, bytes_sent=9)).bytes_a_second is None
+    assert view.figures.bytes_a_second == 2000
+    assert view.figures.links == (LinkRate(7, 200.0, 10.0), LinkRate(8, 15.0, 25.0), LinkRate(9, 4.0, 0.0))
+    assert after(heartbeat(1.0, bytes_sent=9)).figures.bytes_a_second is None
 
 
 def test_the_window_slides_and_its_samples_are_bounded() -> None:
     view = after(*(heartbeat(0.1 * number, number) for number in range(200)))
     assert len(view.samples) <= MAX_SAMPLES
-    assert WINDOW_S <= view.window_s < 2 * WINDOW_S
-    assert view.step_seconds == pytest.approx(0.1)
+    assert WINDOW_S <= view.samples[-1].at_s - view.samples[0].at_s < 2 * WINDOW_S
+    assert view.figures.step_seconds == pytest.approx(0.1)
 
 
 def test_a_window_of_long_steps_reaches_from_the_end_of_one_to_the_end_of_the_next() -> None:
     view = after(*(heartbeat(0.5 * number, number // 60, forward_s=0.1 * number) for number in range(300)))
     assert len(view.samples) <= MAX_SAMPLES
-    assert view.step_seconds == 30.0
-    assert view.split["forward"] == pytest.approx(6.0)
+    assert view.figures.step_seconds == 30.0
+    assert view.figures.split["forward"] == pytest.approx(6.0)
 
 
 def test_a_device_that_does_no_steps_any_more_shows_none() -> None:
     busy = [heartbeat(0.5 * number, number, forward_s=0.4 * number, bytes_sent=number) for number in range(10)]
     stopped = heartbeat(4.5 + STALLED_S, 9, forward_s=9.0, bytes_sent=9)
-    assert after(*busy).split
+    assert after(*busy).figures.split
     view = after(*busy, stopped)
-    assert (view.split, view.step_seconds, view.bytes_a_second, view.links) == ({}, None, 0.0, ())
+    assert view.figures == Figures(None, {}, 0.0, ())
+
+
+def test_pages_show_the_same_figures_as_long_as_they_are_about_right() -> None:
+    def steps(count: int, step_s: float, view: ActivityView | None) -> ActivityView:
+        """Goes on for some steps of this duration, with a heartbeat after each."""
+        at_s, done = (view.at_s, view.samples[-1].steps) if view is not None else (0.0, 0)
+        for number in range(1, count + 1):
+            view = after_heartbeat(view, heartbeat(at_s + number * step_s, done + number))
+        assert view is not None
+        return view
+
+    view = steps(10, 0.5, None)
+    first = view.figures
+    view = steps(9, 0.51, view)
+    assert view.figures is first, "2 % slower"
+    assert view.current != first
+    view = steps(round(SHOWN_S / 0.51) + 1, 0.51, view)
+    assert view.figures is not first, "after some time the current figures are shown anyway"
+    assert view.figures.step_seconds == pytest.approx(0.51, rel=0.01)
+    view = steps(20, 0.25, view)
+    assert view.current.step_seconds == pytest.approx(0.25)
+    assert view.figures.step_seconds == pytest.approx(0.25, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (Figures(1.04, {"forward": 0.52, "idle": 0.52}, 104.0, (LinkRate(7, 10.4, 0.0),)), True),
+        (Figures(1.1, {"forward": 0.55, "idle": 0.55}, 100.0, (LinkRate(7, 10.0, 0.0),)), False),
+        (Figures(1.0, {"forward": 0.56, "idle": 0.44}, 100.0, (LinkRate(7, 10.0, 0.0),)), False),
+        (Figures(1.0, {"forward": 0.5, "idle": 0.5}, 110.0, (LinkRate(7, 10.0, 0.0),)), False),
+        (Figures(1.0, {"forward": 0.5, "idle": 0.5}, 100.0, (LinkRate(7, 12.0, 0.0),)), False),
+        (Figures(1.0, {"forward": 0.5, "idle": 0.5}, 100.0, (LinkRate(8, 10.0, 0.0),)), False),
+        (Figures(1.0, {"forward": 0.5, "idle": 0.5}, 100.0, ()), False),
+        (Figures(1.0, {"forward": 0.5, "idle": 0.5}, None, (LinkRate(7, 10.0, 0.0),)), False),
+        (Figures(math.nan, {"forward": math.nan, "idle": 0.5}, 100.0, (LinkRate(7, 10.0, 0.0),)), False),
+        (Figures(None, {}, 100.0, ()), False),
+    ],
+)
+def test_figures_are_about_equal_if_no_share_and_no_rate_has_changed_much(other: Figures, expected: bool) -> None:
+    shown = Figures(1.0, {"forward": 0.5, "idle": 0.5}, 100.0, (LinkRate(7, 10.0, 0.0),))
+    assert about_equal(shown, other) is about_equal(other, shown) is expected
+    assert about_equal(other, other) is (other.step_seconds is None or math.isfinite(other.step_seconds))
 
 
 def test_another_generation_or_a_task_that_was_started_again_begins_anew() -> None:
@@ -100,9 +146,9 @@ def test_numbers_that_are_none_do_no_harm() -> None:
         heartbeat(1.0, 2, forward_s=-5.0, bytes_sent=2**63),
         heartbeat(2.0, 3, forward_s=math.nan),
     )
-    assert all(math.isfinite(one) and one >= 0 for one in view.split.values())
-    assert view.bytes_a_second is not None
-    assert view.bytes_a_second >= 0
+    assert all(math.isfinite(one) and one >= 0 for one in view.figures.split.values())
+    assert view.figures.bytes_a_second is not None
+    assert view.figures.bytes_a_second >= 0
 
 
 def test_a_device_has_the_activity_of_its_own_job_only() -> None:

@@ -77,7 +77,7 @@ def test_a_browser_that_does_not_acknowledge_gets_no_more_updates() -> None:
     assert len(asked) - before == MAX_UNACKNOWLEDGED + 1
 
 
-def test_a_browser_that_has_the_page_gets_one_message_an_update_without_what_has_not_changed() -> None:
+def test_a_browser_that_has_the_page_gets_one_message_an_update_with_what_has_changed() -> None:
     capacity = [200]
 
     def read() -> ClusterView:
@@ -94,13 +94,12 @@ def test_a_browser_that_has_the_page_gets_one_message_an_update_without_what_has
     messages: list[object] = []
     document.on_change(messages.append)
     page.update()
-    assert sent(document) == (2, [], []), "nothing has changed"
-    assert len(messages) == 1
+    assert not messages, "nothing has changed"
     capacity[0] = 300
     page.update()
-    assert len(messages) == 2
+    assert len(messages) == 1
     number, texts, sources = sent(document)
-    assert (number, texts) == (3, [])
+    assert (number, texts) == (2, [])
     changes = {name: rest for name, *rest in sources}
     assert set(changes) == {models["ring"].id, models["devices"].id}
     memory = ["100 B of 300 B", "100 B of 200 B"]
@@ -122,7 +121,7 @@ def test_a_text_that_changes_often_is_sent_when_it_has_changed() -> None:
     updates.send()
     assert sent(document) == (1, [[block.id, "after"]], [])
     updates.send()
-    assert sent(document) == (2, [], [])
+    assert sent(document)[0] == 1, "nothing has changed since"
 
 
 def test_numbers_that_json_does_not_have_are_sent_as_null() -> None:

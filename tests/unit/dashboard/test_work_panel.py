@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bokeh", reason="the dashboard needs bokeh: pip install 'hoop[dashboard]'")
 
 from hoop.dashboard.activity_view import PARTS, ActivityView, LinkBytes, Sample
-from hoop.dashboard.cluster_tab import DrawnShares, link_rows, link_table_rows, share_rows, traffic
+from hoop.dashboard.cluster_tab import link_rows, link_table_rows, share_rows, traffic
 from hoop.dashboard.job_tab import shard_rows
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.updates import PageUpdates
@@ -20,12 +20,10 @@ from hoop.dashboard.work_panel import WorkPanel, bar_rows, ranges_text, table_ro
 ZERO = (0.0,) * 6
 
 
-def worker(
-    number: int, rank: int, *, sends: int = 0, links: tuple[LinkBytes, ...] = (), idle_s: float = 1.0
-) -> DeviceView:
+def worker(number: int, rank: int, *, sends: int = 0, links: tuple[LinkBytes, ...] = ()) -> DeviceView:
     """A device that did 10 steps in 2 s, of which 0.5 s forward and 1 s idle."""
     first = Sample(1.0, 0, ZERO, 0, tuple(LinkBytes(one.peer, 0, 0) for one in links))
-    last = Sample(3.0, 10, (0.0, 0.5, 0.0, 0.0, 0.0, idle_s), sends, links)
+    last = Sample(3.0, 10, (0.0, 0.5, 0.0, 0.0, 0.0, 1.0), sends, links)
     activity = ActivityView(1, rank, 1, (first, last), last.at_s, shards=(0, 1, 2, 5), stages=(0,))
     return DeviceView(number, "a", "", 1, f"run-{number}", DeviceState.TRAINING, job=1, rank=rank, activity=activity)
 
@@ -55,7 +53,7 @@ def test_the_bars_and_the_table_have_each_devices_step() -> None:
 
 def test_the_circle_around_a_device_has_the_shares_of_its_time() -> None:
     idle = replace(worker(9, 2), activity=None)
-    rows = share_rows([worker(7, 0), idle], DrawnShares())
+    rows = share_rows([worker(7, 0), idle])
     assert [(row["what"], row["share"]) for row in rows] == [
         ("device 7, computing", "25% of its time"),
         ("device 7, communicating", "0% of its time"),
@@ -64,28 +62,6 @@ def test_the_circle_around_a_device_has_the_shares_of_its_time() -> None:
     turns = [(row["start"] - row["end"]) / (2 * math.pi) for row in rows]
     assert turns == pytest.approx([0.25, 0, 0.5])
     assert [row["start"] for row in rows[1:]] == [row["end"] for row in rows[:-1]], "one after the other"
-
-
-def test_the_circles_are_drawn_again_only_for_a_change_that_one_sees() -> None:
-    """A circle is drawn from its ``start`` and ``end``."""
-    drawn = DrawnShares()
-
-    def rows(*idle_s: float) -> list[dict[str, object]]:
-        workers = [worker(7 + rank, rank, idle_s=one) for rank, one in enumerate(idle_s)]
-        return share_rows(workers, drawn)
-
-    def ends(*idle_s: float) -> list[object]:
-        return [row["end"] for row in rows(*idle_s)]
-
-    first = ends(1.0, 1.0)
-    assert ends(1.05, 0.95) == first
-    assert rows(1.05, 1.0)[2]["share"] == "52% of its time", "at the pointer is the current share"
-    changed = ends(1.0, 0.5)
-    assert changed[:3] == first[:3]
-    assert changed[5] != first[5]
-    assert ends(math.nan, 0.5)[:3] != first[:3]
-    assert ends(1.0, 0.5) == changed, "a device that sent no number is drawn again when it sends one"
-    assert ends(1.05) == ends(1.05, 1.05)[:3] != first[:3], "with other devices the ring is drawn anyway"
 
 
 def test_without_activity_the_shards_are_those_of_the_balancer() -> None:
