@@ -4,8 +4,9 @@
     python benchmarks/prediction/predict.py --quick    under 90 seconds
 
 Every row of the first table is a run of ``hoop train``, which predicts its step from measurements before the first
-step; the rows take turns and show medians. The second table predicts all-reduce from the measured cost of a meeting, a
-copy and a sum, and measures it as ``hoop bench`` does.
+step; the rows take turns and show medians. ``by first steps`` is the error of a prediction that knows the first steps
+of the run itself: how much the speed of the machine changes within a run, which no prediction can know. The second
+table predicts all-reduce from the measured cost of a meeting, a copy and a sum, and measures it as ``hoop bench`` does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from hoop.config import format_size
 from hoop.engine.cost_probe import measure_memory
 from hoop.errors import HoopError
+from hoop.job_events import Steps
 from hoop.lab.bench.contest import Contest
 from hoop.lab.bench.links import link_seconds, run_in_parallel
 from hoop.report.tables import Column, Table
@@ -38,30 +40,43 @@ from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 PARTS = ("pipeline:gpipe", "pipeline:1f1b", "ring", "ps:bsp")
-CASES = {1: ("data",), 2: ("data", *PARTS), 3: ("data", *PARTS), 4: ("data", "ps:bsp", "hybrid:replicas=2")}
+CASES = {
+    1: ("data",),
+    2: ("data", *PARTS),
+    3: ("data", *PARTS),
+    4: ("data", "ps:bsp", "hybrid:replicas=2"),
+    8: ("data", "ps:bsp", "hybrid:replicas=4"),
+    16: ("data", "ps:bsp", "hybrid:replicas=8"),
+}
 """Strategies by number of devices; mnist has three blocks, so a pipeline has at most three stages."""
 QUICK = {1: ("data",), 2: ("data", "pipeline:1f1b", "ring", "ps:bsp"), 4: ("data", "hybrid:replicas=2")}
 SIZES = (437_544, 4 << 20, 16 << 20)
 MEMORY = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+FIRST, LATER = slice(10, 40), slice(40, None)
+"""Steps of a run: the first ones after its warm-up, and those that follow."""
 Case = tuple[int, str]
 
 
-def one_run(job: str, devices: int, spec: str, steps: int) -> dict[str, Any]:
-    """The result of ``hoop train`` after ``steps`` steps."""
-    changes = {"strategy": spec, "max_steps": steps, "evaluate_every": 0, "trace_steps": 0}
+def one_run(job: str, devices: int, spec: str, further: dict[str, int]) -> dict[str, Any]:
+    """The result of ``hoop train`` with ``further`` settings, and ``drift``: by how much later steps take longer."""
+    changes = {"strategy": spec, "evaluate_every": 0, "checkpoint_every": 0, "trace_steps": 0, **further}
     settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
-    *_, result = Training(Launch(settings, devices)).events()
-    return result.to_fields()
+    seconds: list[float] = []
+    for observed in Training(Launch(settings, devices)).events():
+        if isinstance(observed.event, Steps):
+            seconds += observed.event.seconds
+    drift = median(seconds[LATER]) / median(seconds[FIRST]) - 1 if len(seconds) > 2 * FIRST.stop else None
+    return {**observed.to_fields(), "drift": drift}
 
 
-def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tuple[Table, list[float]]:
+def steps_table(job: str, cases: Sequence[Case], further: dict[str, int], repeats: int) -> tuple[Table, list[float]]:
     """Predicted and measured step times, each the median over repeats in turns."""
     results_by_case: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for repeat in range(repeats):
         for devices, spec in cases:
             print(f"repeat {repeat + 1} of {repeats}: {spec} on {devices} …", file=sys.stderr)
             try:
-                result = one_run(job, devices, spec, steps)
+                result = one_run(job, devices, spec, further)
             except HoopError as error:
                 print(f"{spec} on {devices}: {error}", file=sys.stderr)
                 continue
@@ -71,14 +86,17 @@ def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tu
     errors = []
     for (devices, spec), results in results_by_case.items():
         if not results:
-            rows.append([spec, devices, None, None, None])
+            rows.append([spec, devices, None, None, None, None])
             continue
         expected = median(one["predicted_step_seconds"] for one in results)
         measured = median(one["step_seconds"] for one in results)
         errors.append(measured / expected - 1)
-        rows.append([spec, devices, 1e3 * expected, 1e3 * measured, 100 * errors[-1]])
+        drifts = [one["drift"] for one in results if one["drift"] is not None]
+        drift = 100 * median(drifts) if drifts else None
+        rows.append([spec, devices, 1e3 * expected, 1e3 * measured, 100 * errors[-1], drift])
     names = [Column("strategy"), Column("devices"), Column("predicted", "ms"), Column("measured", "ms")]
-    return Table([*names, Column("error", "%", digits=0)], rows), errors
+    names += [Column("error", "%", digits=0), Column("by first steps", "%", digits=0)]
+    return Table(names, rows), errors
 
 
 def machine_for(ranks: int) -> Machine:
@@ -118,9 +136,11 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--job", default="mnist")
-    parser.add_argument("--devices", type=numbers, default=sorted(CASES), help="e.g. 1,2,4")
+    parser.add_argument("--devices", type=numbers, default=[1, 2, 3, 4], help="e.g. 1,2,16")
     parser.add_argument("--only", default="", help="strategies that begin so, e.g. data,pipeline")
     parser.add_argument("--steps", type=int, help="of each run [default: 120, quick 60]")
+    parser.add_argument("--shards", type=int, help="of a batch; at least as many as devices [default: the job's]")
+    parser.add_argument("--batch-size", type=int, help="[default: the job's]")
     parser.add_argument("--repeats", type=int, help="of each row, by turns [default: 3, quick 1]")
     parser.add_argument("--quick", action="store_true", help="fewer strategies, steps, repeats and sizes")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
@@ -130,7 +150,9 @@ def main() -> None:
     only = tuple(options.only.split(","))
     cases = [(count, spec) for count in options.devices for spec in known.get(count, ()) if spec.startswith(only)]
     repeats = options.repeats or (1 if options.quick else 3)
-    steps, step_errors = steps_table(options.job, cases, options.steps or (60 if options.quick else 120), repeats)
+    further = {"max_steps": options.steps or (60 if options.quick else 120), "epochs": 1_000_000}
+    further |= {name: given for name in ("shards", "batch_size") if (given := getattr(options, name))}
+    steps, step_errors = steps_table(options.job, cases, further, repeats)
     rank_counts = [count for count in options.devices if count > 1 and (count == 2 or not options.quick)]
     all_reduce, all_reduce_errors = all_reduce_table(rank_counts, SIZES[:2] if options.quick else SIZES, 0.3)
     medians = {"steps": _median_error(step_errors), "all_reduce": _median_error(all_reduce_errors)}
