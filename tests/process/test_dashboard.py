@@ -69,7 +69,7 @@ def get(url: str, **headers: str) -> tuple[int, dict[str, str], str]:
     parts = urllib.parse.urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=WITHIN_S)
     try:
-        connection.request("GET", parts.path or "/", headers=headers)
+        connection.request("GET", f"{parts.path or '/'}?{parts.query}", headers=headers)
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read().decode(errors="replace")
     finally:
@@ -115,9 +115,9 @@ def first_frame(url: str, token: str, **headers: str) -> int:
             return int.from_bytes(answer.read(1), "big")
 
 
-def document_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Document:
+def document_of(url: str, monkeypatch: pytest.MonkeyPatch, tab: str = "") -> Document:
     """The page's document, through a websocket session that is opened as a browser does: with the page's token."""
-    token = token_of(get(url)[2])
+    token = token_of(get(f"{url}/?tab={tab}" if tab else url)[2])
     monkeypatch.setattr("bokeh.client.session.generate_jwt_token", lambda *_, **__: token)
     loop = IOLoop(make_current=False)
     try:
@@ -130,12 +130,12 @@ def document_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Document:
         loop.close(all_fds=True)
 
 
-def models_of(url: str, monkeypatch: pytest.MonkeyPatch) -> Models:
-    """The models of the page that have a name. Only their data is decoded: to make them all takes a second."""
+def models_of(url: str, monkeypatch: pytest.MonkeyPatch, tab: str = "") -> Models:
+    """The models of the page that have a name. Only their data is decoded: to make them all takes long."""
     sent: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(Document, "replace_with_json", lambda _, json: sent.append(json))
-        document_of(url, monkeypatch)
+        document_of(url, monkeypatch, tab)
     (page,) = sent
     return {
         str(one["name"]): {**one, "data": Deserializer().decode(one["data"], page.buffers)} if "data" in one else one
@@ -155,11 +155,11 @@ def attributes_in(value: Any) -> Iterator[dict[str, Any]]:
             yield from attributes_in(one)
 
 
-def wait_for(url: str, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Models], bool]) -> Models:
-    """The page's models, once they are as expected. Each new page takes a second of CPU time."""
+def wait_for(url: str, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Models], bool], tab: str = "") -> Models:
+    """The models of the page with this tab, once they are as expected."""
     deadline = time.monotonic() + WITHIN_S
-    while not expected(models := models_of(url, monkeypatch)):
-        assert time.monotonic() < deadline, f"the page still says {headline(models)}, {states(models)}"
+    while not expected(models := models_of(url, monkeypatch, tab)):
+        assert time.monotonic() < deadline, f"the page still says {headline(models)}, and has {sorted(models)}"
         threading.Event().wait(document_module.UPDATE_MS / 1e3)
     return models
 
@@ -330,12 +330,13 @@ def test_the_page_of_hoop_up_shows_each_devices_time_shards_and_bytes_while_a_jo
         shards = [one for text in column(models, "workers", "shards") for one in shard_numbers(text)]
         return len(column(models, "work", "device")) == 2 and sorted(shards) == list(range(6))
 
-    found = wait_for(url, monkeypatch, has_each_shard_once)
+    found = wait_for(url, monkeypatch, has_each_shard_once, tab="job")
     assert column(found, "work", "device") == ["device 1 (rank 0)", "device 2 (rank 1)"]
     assert all(one > 0 for one in column(found, "work", "forward"))
     assert all(one > 0 for one in column(found, "work", "backward"))
-    assert any(not rate.startswith("0 B") for rate in column(found, "traffic", "rate"))
-    assert "0F0" in column(found, "plan", "text")
+    cluster = models_of(url, monkeypatch)
+    assert any(not rate.startswith("0 B") for rate in column(cluster, "traffic", "rate"))
+    assert "0F0" in column(models_of(url, monkeypatch, tab="plan"), "plan", "text")
     trace = Tracer(lambda: connect(up.address))
     trace.ask(1, [1, 2])
     deadline = time.monotonic() + WITHIN_S

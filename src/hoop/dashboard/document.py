@@ -1,5 +1,6 @@
 """The page of one browser: a headline, buttons for the tabs, and the tab that is shown.
 
+A tab is made when it is first shown: all of them together take Bokeh a second to make, and the browser longer to build.
 Twice a second the page takes the feed's newest view and sends what has changed in the tab that is shown, if anything
 has. It does not send more while the browser has not applied the last ones: a browser that is slow, asleep or gone makes
 no queue grow.
@@ -109,40 +110,55 @@ class Page:
         read_view: ReadView,
         tools: PageTools | None = None,
         actions: ActionQueue | None = None,
+        tab: str = "",
     ) -> None:
-        """``tools``: the page has what they serve. ``actions``: it has buttons for them; None: it only shows."""
+        """``tools``: the page has what they serve. ``actions``: it has buttons for them; None: it only shows.
+
+        ``tab``: the one that is shown first, by its name in lower case; any other text: the first one.
+        """
         self._document, self._read_view = document, read_view
         self._actions = ActionBar(actions) if actions is not None else None
         self._updates = PageUpdates()
-        tools = tools or PageTools()
-        self._tabs: dict[str, Tab] = {
-            "Cluster": ClusterTab(self._updates),
-            "Job": JobTab(self._updates),
-            "Timeline": TimelineTab(tools.tracer),
-            "Events": EventsTab(),
-            "Plan": PlanTab(),
-        }
-        if tools.simulator is not None:
-            self._tabs["Simulator"] = SimulatorTab(tools.simulator)
-        self._shown = "Cluster"
+        self._makers = self._tab_makers(tools or PageTools())
+        self._tabs: dict[str, Tab] = {}
+        """Those that were shown, by name."""
+        self._place = column(sizing_mode="stretch_width")
+        """Has their layouts."""
+        by_text = {name.lower(): name for name in self._makers}
+        self._shown = by_text.get(tab, next(iter(self._makers)))
         self._head = text_block("headline")
-        self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._tabs}
+        self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._makers}
         self._dark = Toggle(label="Dark", width=70, name="dark")
         self._compose()
+
+    def _tab_makers(self, tools: PageTools) -> dict[str, Callable[[], Tab]]:
+        updates = self._updates
+        found: dict[str, Callable[[], Tab]] = {
+            "Cluster": lambda: ClusterTab(updates),
+            "Job": lambda: JobTab(updates),
+            "Timeline": lambda: TimelineTab(tools.tracer),
+            "Events": EventsTab,
+            "Plan": PlanTab,
+        }
+        simulator = tools.simulator
+        if simulator is not None:
+            found["Simulator"] = lambda: SimulatorTab(simulator)
+        return found
 
     def _compose(self) -> None:
         for name, button in self._buttons.items():
             button.on_click(lambda name=name: self._choose(name))
+            # So that the address can be kept and shared.
+            button.js_on_click(
+                CustomJS(args={"tab": name.lower()}, code="history.replaceState(null, '', `?tab=${tab}`)")
+            )
         self._dark.on_change("active", lambda attr, old, new: self._change_theme())
         self._dark.js_on_change(
             "active", CustomJS(code="document.documentElement.classList.toggle('dark', this.active)")
         )
         self._updates.attach(self._document, self._head)
         buttons = row(*self._buttons.values(), self._dark, styles={"flex-wrap": "wrap"})
-        tabs = [tab.layout for tab in self._tabs.values()]
         view = self._read_view()
-        for tab in self._tabs.values():
-            tab.update(view)
         self._show_headline(view)
         self._choose(self._shown)
         bar = []
@@ -150,7 +166,7 @@ class Page:
             self._actions.update(view)
             bar.append(self._actions.layout)
         document = self._document
-        document.add_root(column(self._head, *bar, buttons, *tabs, sizing_mode="stretch_width"))
+        document.add_root(column(self._head, *bar, buttons, self._place, sizing_mode="stretch_width"))
         document.title = "Hoop"
         document.template = page_template()
         document.theme = chart_theme(LIGHT)
@@ -170,10 +186,16 @@ class Page:
     def _choose(self, name: str) -> None:
         """Shows one tab."""
         self._shown = name
+        is_new = name not in self._tabs
+        if is_new:
+            self._tabs[name] = self._makers[name]()
+        for other, button in self._buttons.items():
+            button.button_type = "primary" if other == name else "default"
         for other, tab in self._tabs.items():
             tab.layout.visible = other == name
-            self._buttons[other].button_type = "primary" if other == name else "default"
         self._tabs[name].update(self._read_view())
+        if is_new:
+            self._place.children = [tab.layout for tab in self._tabs.values()]
         if self._updates.live:
             self._updates.send()
 

@@ -167,7 +167,14 @@ class DashboardServer:
         paths = ("/", ADMIN_PATH) if self._actions is not None and self._config.login is not None else ("/",)
         if sum(len(self._server.get_sessions(path)) for path in paths) > MAX_PAGES:
             raise ResourceExhausted(f"{MAX_PAGES} pages are open; close some of them")
-        Page(document, self._read_view, self._tools, actions)
+        Page(document, self._read_view, self._tools, actions, _requested_tab(document))
+
+
+def _requested_tab(document: Document) -> str:
+    """The argument ``tab`` of the page's address; empty without one."""
+    context = document.session_context
+    values = context.request.arguments.get("tab", []) if context is not None and context.request is not None else []
+    return values[0].decode("utf-8", "replace").lower() if values else ""
 
 
 def _tls(config: DashboardConfig) -> ssl.SSLContext | None:

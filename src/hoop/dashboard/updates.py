@@ -28,8 +28,9 @@ const [number, changes] = cb_obj.tags, {texts, sources} = JSON.parse(changes)
 const {document} = cb_obj, {index} = cb_context
 const views = cb_obj.hoop_views ??= new Map()  // to find one is a walk through all views of the page
 const view_of = (model) => {
-  if (!views.has(model)) views.set(model, index.find_one(model))
-  return views.get(model)
+  const view = views.get(model) ?? index.find_one(model)  // null: Bokeh has not built it yet
+  if (view != null) views.set(model, view)
+  return view
 }
 for (const [id, text] of texts) {
   const block = document.get_model_by_id(id), view = view_of(block)

@@ -39,7 +39,7 @@ def test_every_text_is_escaped() -> None:
     job = JobView(1, name=HOSTILE, status="running", reason=HOSTILE, notice=HOSTILE, strategy=HOSTILE, steps=3)
     view = ClusterView(coordinator=HOSTILE, version=HOSTILE, answered=True, problem=HOSTILE, jobs=(job,))
     document = Document()
-    Page(document, lambda: view)
+    Page(document, lambda: view, tab="job")
     texts = [model.text for model in document.models if isinstance(model, Div)]
     assert sum("&lt;script&gt;" in text for text in texts) == 2, "the headline and the job's text"
     assert not any("<script" in text or "<img" in text for text in texts)
@@ -107,6 +107,28 @@ def test_a_browser_that_has_the_page_gets_one_message_an_update_with_what_has_ch
     assert (columns["memory"], drawn, table) == (memory, False, ""), "shown at the pointer only: nothing is drawn"
     columns, drawn, table = changes[models["devices"].id]
     assert (columns["memory"], drawn, table) == (memory, True, models["device-table"].id)
+
+
+def names_in(document: Document) -> set[str]:
+    return {str(model.name) for model in document.models if model.name}
+
+
+def test_a_tab_is_made_when_it_is_first_shown_and_kept() -> None:
+    """``tab`` is from the page's address, which may be anything."""
+    document = Document()
+    page = Page(document, ClusterView, tab="events")
+    assert "ring" not in names_in(document)
+    events = document.select_one({"name": "event-table"})
+    page._choose("Cluster")
+    page._choose("Job")
+    assert {"ring", "workers", "event-table"} <= names_in(document)
+    assert [one.visible for one in page._place.children] == [False, False, True]
+    page._choose("Events")
+    assert document.select_one({"name": "event-table"}) is events
+    assert [one.visible for one in page._place.children] == [True, False, False]
+    unknown = Document()
+    Page(unknown, ClusterView, tab=HOSTILE)
+    assert "ring" in names_in(unknown)
 
 
 def test_a_text_that_changes_often_is_sent_when_it_has_changed() -> None:

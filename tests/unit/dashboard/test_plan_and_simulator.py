@@ -71,7 +71,7 @@ def test_the_plan_follows_the_jobs_settings_and_devices() -> None:
     assert grid_of(job).ranks == 2
     assert with_settings(JobView(1), {"strategy": "data", "shards": "many"}).num_microbatches == 0
     document = Document()
-    Page(document, lambda: ClusterView(jobs=(job,)))
+    Page(document, lambda: ClusterView(jobs=(job,)), tab="plan")
     (cells,) = document.select({"name": "plan"})
     assert "0F5" in cells.data["text"]
 
