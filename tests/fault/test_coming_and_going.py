@@ -129,3 +129,23 @@ def test_devices_of_a_sharded_update_come_and_go(tmp_path: Path) -> None:
         kinds = [event.kind for event in all_events(processes.cluster, job)]
     assert kinds.count("recovered") == 1, kinds
     check_same(result, undisturbed("--set", "epochs=40", "--set", f"max_steps={result['steps']}"))
+
+
+@pytest.mark.slow
+def test_a_joining_device_needs_the_memory_of_one_of_five_ranks(tmp_path: Path) -> None:
+    """Without balancing, a rank of five has two gradient slots, and a rank alone has four, which do not fit here."""
+    options = ("--set", "balance=false", "--set", "epochs=40")
+    with running_cluster(4, tmp_path) as processes:
+        out = ("--out", str(tmp_path / "out"))
+        run = processes.start("train", *JOB, *options, *SLOWDOWN, "--json", "--coordinator", processes.address, *out)
+        job = wait_for_job(processes.cluster)
+        processes.start_device("--memory", "5632KiB")
+        for observed in processes.cluster.job(job).events(coordinator_timeout=TIMEOUT_S):
+            assert not isinstance(observed.event, ev.Refused), observed.event.text
+            if isinstance(observed.event, ev.Resized | ev.Recovered):
+                break
+        assert isinstance(observed.event, ev.Resized | ev.Recovered)
+        assert observed.event.ranks == 5
+        processes.cluster.job(job).stop()
+        result = result_of(run, tmp_path / "out")
+    check_same(result, undisturbed(*options, "--set", f"max_steps={result['steps']}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 from faulty_ranks import Fault, RankResult, run_with_faults
@@ -170,6 +171,15 @@ def test_a_rank_that_joins_learns_that_the_update_is_sharded(monkeypatch: pytest
     check(results, alone(*reference), 2, alone_losses(*reference))
     slices = [len([name for name, low in one.state if name == "2.0.weight"]) for one in results.values()]
     assert all(slices), "each rank has a slice beside the whole weights"
+
+
+def test_ranks_with_different_numbers_of_gradient_slots_finish_a_step_alike() -> None:
+    """A rank that joined has set up alone. All ranks must decide alike whether they keep the shards that they have."""
+    changes: dict[str, Any] = {**EPOCH, "balance": False, "shards": 13}
+    faults = [Fault(1, "instruction", 20, waits=True), Fault(0, "instruction", 45)]
+    results = run_with_faults(3, settings("data", **changes), JOBS["mlp"], faults, joins=1)
+    reference = "mlp", tuple(changes.items())
+    check(results, alone(*reference), 3, alone_losses(*reference))
 
 
 @pytest.mark.slow

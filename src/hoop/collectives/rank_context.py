@@ -111,6 +111,11 @@ class RankContext:
     """Device id in the cluster; 0: the device has no id, only a rank."""
     joining: bool = False
     """The job runs on other devices. This context is for loading code and data, with a world of one rank."""
+    future_size: int = 0
+    """Ranks of the job that this rank will train with, if it only sets up alone in this context; 0: it trains here.
+
+    The engine checks memory for that many ranks, and allocates gradient slots when the rank begins.
+    """
     wait_delivered: Callable[[float], bool] = lambda timeout: False
     """Waits at most this many seconds until all emitted events were sent to a watcher; whether they were."""
     publish_activity: Callable[[ActivitySource | None], None] = lambda source: None
@@ -161,7 +166,7 @@ def group_id(communicator: int, ranks: Sequence[int]) -> int:
 
 
 def single_rank(context: RankContext) -> RankContext:
-    """The same device in a world of size 1: a rank sets up alone when its peers have failed."""
+    """The same device in a world of size 1: a rank sets up alone when its peers have failed, and trains with others."""
     transport = InprocTransport(Address("alone", 0))
     one = Communicator(transport.endpoint(0, 1, 0, [transport.address]))
-    return replace(context, communicator=one, group=lambda ranks: one, hosts=())
+    return replace(context, communicator=one, group=lambda ranks: one, hosts=(), future_size=context.size)

@@ -236,7 +236,9 @@ class PlanExecutor:
             self.max_batched_shards = agree_max_batched_shards(context, whole, rows, settings.timeout_s)
             if self.max_batched_shards > 1 and whole is not None:
                 self._batched = BatchedShards(self.feed, whole, self.profiler, rows)
-        self.switch_plan(plan)
+        self.plan = plan
+        if not context.future_size:  # else the first recovery switches to the plan that this rank trains with
+            self.switch_plan(plan)
 
     @property
     def position(self) -> Position:

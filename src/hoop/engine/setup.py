@@ -226,7 +226,7 @@ def _prepare(
     bounds = [stage.blocks.start for stage in found.stages]
     resident = accelerator is not None and strategy.replicated
     if accelerator is not None:
-        needed = _gpu_bytes(context, settings, found, plan, costs)
+        needed = _gpu_bytes(context, settings, found, _future_plan(context, strategy, plan), costs)
         _check_gpu_memory(context, settings, accelerator, needed, resharding)
     executor = PlanExecutor(
         context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
@@ -328,7 +328,7 @@ def _measure_step_costs(
     found["late_share"] = measure_lateness(context.communicator, settings.timeout_s)
     found["hosts"] = list(hosts) if separate else [0] * context.size
     found["strategy"] = setup.strategy.spec
-    if isinstance(setup.role, ResidentRole) and not context.joining:
+    if isinstance(setup.role, ResidentRole) and not context.joining and not context.future_size:
         estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)
         order = SampleOrder(settings.seed, len(data.train))
         found["gpu"] = measure_gpu_step(setup.role, order, settings, estimate)
@@ -417,6 +417,7 @@ def _partition(
 ) -> tuple[Fit, int]:
     """Collective. The partition, and the bytes of this rank's arena that remain free.
 
+    A rank that sets up alone is checked for the ranks that it will train with, as if they all had its memory.
     Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
     devices (``resharding``) goes on even if its snapshots may not fit any more.
     """
@@ -425,6 +426,8 @@ def _partition(
     free = np.zeros(context.size, np.int64)
     context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
     memory = [int(one) for one in free]
+    if context.future_size:
+        plan, memory = _future_plan(context, strategy, plan), memory * context.future_size
     replicates = settings.replicate and not strategy.replicated and context.wait_reassignment is not None
     replicas = settings.replicas if replicates else 0
     try:
@@ -454,6 +457,11 @@ def _partition(
         spare -= _copies_bytes(context, plan, found, costs, replicas)[context.rank]
         spare -= 2 * _snapshot_bytes(plan, found, costs)[context.rank]
     return found, max(0, spare)
+
+
+def _future_plan(context: RankContext, strategy: Strategy, plan: Plan) -> Plan:
+    """The plan that this rank will train with: ``plan``, or another one if it sets up alone."""
+    return strategy.plan(context.future_size, plan.num_microbatches) if context.future_size else plan
 
 
 def _gpu_bytes(context: RankContext, settings: Settings, found: Fit, plan: Plan, costs: list[Block]) -> int:

@@ -45,6 +45,7 @@ from hoop.engine.fault_tolerance.recovery import (
     plan_rest_of_step,
     synchronize_replicas,
 )
+from hoop.engine.gradient_slots import max_gradient_slots
 from hoop.engine.job import Job, build_model
 from hoop.engine.late_join import LateJoin
 from hoop.engine.live_activity import LiveActivity
@@ -540,7 +541,7 @@ class Trainer:
         self._missing_shards = plan.missing_shards(settings.num_microbatches)
         if any(plan.computed):
             rest, holdings, kept = plan_rest_of_step(
-                plan, settings.num_microbatches, len(executor.stage_states[0].slots)
+                plan, settings.num_microbatches, max_gradient_slots(usual, settings.balance)
             )
             executor.switch_plan(rest, holdings)
             (work,) = schedule.next_steps(self._done, self._role.stride)

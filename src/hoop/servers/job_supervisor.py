@@ -255,7 +255,12 @@ class JobSupervisor:
             communicator_id=record.id | 1 << 62, generation=1, rank=0, members=[device_message(info)]
         )
         request = pb.StartTaskRequest(
-            job_id=record.id, assignment=alone, settings=record.settings, joining=True, run=record.run
+            job_id=record.id,
+            assignment=alone,
+            settings=record.settings,
+            joining=True,
+            run=record.run,
+            future_ranks=len({*record.communicator.members, device_id}),
         )
         try:
             await self._coordinator.call(device_id, lambda device: device.StartTask, request, START_S)  # (1)

@@ -298,6 +298,7 @@ class Tasks:
         task = Task(run=request.run, joining=request.joining)
         self._free_stale_buffers(request.job_id, request.joining)
         context = self._open_assignment(request.job_id, task, request.assignment, request.joining)
+        context = replace(context, future_size=request.future_ranks)
 
         def work() -> None:
             last: JobEvent = ev.Ended()

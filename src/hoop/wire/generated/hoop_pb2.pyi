@@ -346,20 +346,22 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartTaskRequest(_message.Message):
-    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run")
+    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run", "future_ranks")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    FUTURE_RANKS_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     assignment: RankAssignment
     settings: str
     resume: str
     joining: bool
     run: str
-    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ...) -> None: ...
+    future_ranks: int
+    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ..., future_ranks: _Optional[int] = ...) -> None: ...
 
 class StartTaskResponse(_message.Message):
     __slots__ = ()
