@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,7 @@ from hoop.transport.fault_injection import FaultyLinks
 from hoop.transport.tcp_endpoint import TcpEndpoint
 from hoop.transport.tcp_lanes import VARIABLE, default_sockets, stripes_of
 from hoop.transport.tcp_link import OutgoingLink
+from hoop.transport.tcp_link import connect as real_connect
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
@@ -178,6 +180,47 @@ def test_links_beyond_the_limit_have_one_socket(monkeypatch: pytest.MonkeyPatch)
             send_and_flush(zero, other.rank, message(1000))
             assert receive(other, 0, 1000) == message(1000)
         assert [lane_bytes(zero, other.rank)[0] > 0 for other in others] == [True, False]
+
+
+@pytest.mark.parametrize("dialled", [0, 1])
+def test_a_lane_that_cannot_be_dialled_is_not_used(
+    dialled: int, pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections after the first ``dialled`` lanes are refused: messages arrive whole, and the log says it once."""
+    zero, one = pair
+    send_and_flush(zero, 1, b"dials")
+    assert receive(one, 0, 5) == b"dials"
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        nobody = Address("127.0.0.1", unused.getsockname()[1])
+    dials: list[Address] = []
+
+    def connect_to_nobody(address: Address, *rest: Any) -> socket.socket:
+        dials.append(address)
+        return real_connect(address if len(dials) <= dialled else nobody, *rest)
+
+    monkeypatch.setattr(hoop.transport.tcp_endpoint, "connect", connect_to_nobody)
+    for size in (1000, 100_003, 65):
+        send_and_flush(zero, 1, message(size))
+        assert receive(one, 0, size) == message(size)
+    assert len(dials) == dialled + 1, "a lane was dialled again, or another one after it"
+    assert (lane_bytes(zero, 1)[0] > 0) == bool(dialled)
+    assert [record.message for record in caplog.records if "sockets: lane" in record.message] == [
+        f"rank 0: {zero.describe(1)} does not answer: [Errno 111] Connection refused. "
+        f"The link uses {dialled + 1} of {SOCKETS} sockets: lane {dialled + 1} cannot be dialled"
+    ]
+
+
+def test_an_abort_while_a_lane_is_dialled_is_raised(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, _ = pair
+    send_and_flush(zero, 1, b"dials")
+
+    def connect_and_abort(address: Address, *rest: Any) -> socket.socket:
+        zero.abort(MembershipChanged("another generation"))
+        raise InterruptedError
+
+    monkeypatch.setattr(hoop.transport.tcp_endpoint, "connect", connect_and_abort)
+    with pytest.raises(MembershipChanged, match="another generation"):
+        send_and_flush(zero, 1, message(1000))
 
 
 def test_with_checksums_no_lanes_are_used() -> None:
@@ -432,6 +475,8 @@ def test_a_reset_connection_raises_peer_lost_at_both_ends(pair: Pair) -> None:
     remove = faults.install()
     connect(pair)
     zero, one = pair
+    send_and_flush(zero, 1, message(1000))  # dials the lanes
+    assert receive(one, 0, 1000) == message(1000)
     faults.drops = 1  # of the first connection that sends: a lane's, or the link's own
     with pytest.raises(PeerLost, match="rank 0: rank 1 at"):
         send_and_flush(zero, 1, bytes(8 * MIB))

@@ -159,7 +159,7 @@ class TcpEndpoint(Endpoint):
         self._spins = _SPINS if spins_before_yield(len(same_host)) else 0
         sockets = 1 if checksum else sockets_per_link or default_sockets(len(same_host))
         identity = FrameHeader(FrameKind.STRIPED, communicator, generation, rank, sequence=0, length=0)
-        self._lanes = Lanes(sockets, identity, self._connect, self._lost_by_lane, on_change=self._interrupt_poll)
+        self._lanes = Lanes(sockets, identity, self._connect_lane, self._lost_by_lane, on_change=self._interrupt_poll)
         # With one socket there is no lane to pause, and a plain lock takes less time.
         self._call = EndpointCall(self._busy, self._lanes) if sockets > 1 else self._busy
         self.link_stats = LinkStats(self._byte_counts)
@@ -201,8 +201,8 @@ class TcpEndpoint(Endpoint):
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
         message: PendingBuffers | StripedMessage
-        if self._lanes.wanted(peer, payload.nbytes):
-            message = self._lanes.send(peer, payload, link.sequence, self.call_check.stamp, deadline)
+        if self._lanes.prepare(peer, payload.nbytes, deadline):
+            message = self._lanes.send(peer, payload, link.sequence, self.call_check.stamp)
             link.sequence += 1
             link.queue.append(message.first)
         else:
@@ -285,6 +285,15 @@ class TcpEndpoint(Endpoint):
             raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)} does not answer: {error}") from None
         finally:
             self.link_stats.waiting_for, self.link_stats.connecting = (), False
+
+    def _connect_lane(self, peer: int, hello: FrameHeader, deadline: float) -> socket.socket:
+        """``_connect``, where a failure says nothing about the peer: its link goes on without the lane."""
+        failed_peer = self.link_stats.failed_peer
+        try:
+            return self._connect(peer, hello, deadline)
+        except HoopError:
+            self.link_stats.failed_peer = failed_peer
+            raise
 
     def _push(self, peer: int, link: OutgoingLink, limit: int | None = None) -> None:
         try:

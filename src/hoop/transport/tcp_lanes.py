@@ -10,14 +10,16 @@ decides: the header of a message says over how many lanes it comes, and a small 
 alone. The sender dials the lanes, and sends their greetings, before it sends the header, so they arrive; a lane is
 authenticated like a link. Messages stay in order, because the receiver completes one before it reads the next header.
 
-A stripe has a header of its own, which must be the one that the message implies. A lane that fails is an error of its
-link. With checksums no lanes are used: damaged frames are sent again on a new connection (``tcp_endpoint``).
+A stripe has a header of its own, which must be the one that the message implies. If a lane cannot be dialled, the link
+uses those that were dialled before it, or its own socket alone. A lane that fails later is an error of its link. With
+checksums no lanes are used: damaged frames are sent again on a new connection (``tcp_endpoint``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import threading
@@ -26,13 +28,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 
-from hoop.errors import HoopError, InvalidArgument, LinkCorrupted
+from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, LinkCorrupted, PeerLost
 from hoop.resources import available_cores
 from hoop.transport.base import PendingBuffers, PendingSend
 from hoop.transport.tcp_lane import IncomingLane, OutgoingLane
 from hoop.transport.tcp_link import IncomingLink
 from hoop.wire.frames import MAX_LANES, FrameHeader, FrameKind
 
+log = logging.getLogger("hoop.transport")
 VARIABLE = "HOOP_SOCKETS_PER_LINK"
 STRIPED_FROM_BYTES = 4 << 20
 """A smaller message is not worth the wake-ups of the other threads. Measured in benchmarks/tcp."""
@@ -42,6 +45,8 @@ _DEFAULT_SOCKETS = 4
 _MIN_CORES_PER_RANK = 4
 _MAX_STRIPED_LINKS = 8
 """Links of one endpoint that get lanes, each with threads of its own; others have one socket."""
+_DIAL_TIMEOUT_S = 5.0
+"""How long the first large message waits for a lane to be dialled, before the link goes on without it."""
 _ACCEPT_TIMEOUT_S = 10.0
 """How long a message waits for a lane to be accepted, whose greeting was sent before the message."""
 
@@ -112,6 +117,8 @@ class Lanes:
         """The lanes that this rank dialled, by peer: lane 1, lane 2 …"""
         self._incoming: dict[int, dict[int, IncomingLane]] = {}
         """The lanes that a peer dialled, by peer and number."""
+        self._dialled: set[int] = set()
+        """Peers to which all lanes were dialled that can be. Some may have none."""
         self._paused = self._stopped = False
         self._sent = False
         """Whether a stripe was sent since ``take_sent``."""
@@ -130,20 +137,17 @@ class Lanes:
 
     # ---- sending
 
-    def wanted(self, peer: int, size: int) -> bool:
-        """Whether a message of ``size`` bytes to ``peer`` should be sent over lanes too."""
+    def prepare(self, peer: int, size: int, deadline: float) -> bool:
+        """Whether a message of ``size`` bytes to ``peer`` is sent over lanes too. Dials the lanes for the first one."""
         if self._sockets == 1 or size < STRIPED_FROM_BYTES:
             return False
-        return peer in self._outgoing or len(self._outgoing) < _MAX_STRIPED_LINKS
+        if peer not in self._dialled and len(self._outgoing) < _MAX_STRIPED_LINKS:
+            self._dial_all(peer, deadline)
+        return peer in self._outgoing
 
-    def send(self, peer: int, payload: memoryview, sequence: int, call: int, deadline: float) -> StripedMessage:
-        """Starts to send a message; the caller appends its first part to the link's queue.
-
-        The lanes to a peer are dialled for the first one.
-        """
-        lanes = self._sockets - 1
-        while self._dialled(peer) < lanes:
-            self._dial(peer, deadline)
+    def send(self, peer: int, payload: memoryview, sequence: int, call: int) -> StripedMessage:
+        """Starts to send a message, after ``prepare``; the caller appends its first part to the link's queue."""
+        lanes = len(self._outgoing[peer])
         header = replace(self._identity, sequence=sequence, length=payload.nbytes, call=call, lane=lanes)
         first, *others = stripes_of(payload, lanes)
         stripes: list[PendingBuffers] = [
@@ -152,11 +156,20 @@ class Lanes:
         ]
         return StripedMessage(PendingBuffers([memoryview(header.pack()), first]), stripes)
 
-    def _dialled(self, peer: int) -> int:
-        return len(self._outgoing.get(peer, ()))
+    def _dial_all(self, peer: int, deadline: float) -> None:
+        """Dials the lanes to ``peer``, up to the first that cannot be dialled: the link uses those before it."""
+        for number in range(1, self._sockets):
+            try:
+                self._dial(peer, number, min(deadline, time.monotonic() + _DIAL_TIMEOUT_S))
+            except (PeerLost, DeadlineExceeded) as error:
+                if self._stopped:
+                    raise
+                text = "%s. The link uses %d of %d sockets: lane %d cannot be dialled"
+                log.warning(text, error, number, self._sockets, number)
+                break
+        self._dialled.add(peer)
 
-    def _dial(self, peer: int, deadline: float) -> None:
-        number = self._dialled(peer) + 1
+    def _dial(self, peer: int, number: int, deadline: float) -> None:
         sock = self._connect(peer, replace(self._identity, kind=FrameKind.LANE, sequence=peer, lane=number), deadline)
         lane = OutgoingLane(f"{self._thread_name}-to-{peer}-lane-{number}", sock, self._may_send, self._on_sent)
         with self._lock:
@@ -184,6 +197,7 @@ class Lanes:
 
     def drop(self, peer: int) -> None:
         """Closes the lanes to ``peer``, whose pending messages are dropped."""
+        self._dialled.discard(peer)
         with self._lock:
             lanes = self._outgoing.pop(peer, [])
         for lane in lanes:
