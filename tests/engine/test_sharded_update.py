@@ -72,6 +72,16 @@ def test_a_rank_has_the_moments_of_its_slice_only() -> None:
     assert all(elements / 3 <= total <= elements / 3 + 256 for total in totals)
 
 
+def test_the_gather_of_the_weights_has_a_name_of_its_own_in_the_trace() -> None:
+    """One sum a step, and a gather of what it updated before the next step, or before the evaluation at the end."""
+    for outcome in train("shm", 2, settings("data", **ON, max_steps=3), JOBS["mlp"]):
+        categories = [(name, category) for name, category, _, _ in outcome.account["spans"]]
+        assert categories.count(("0A", "reduce")) == 3
+        assert categories.count(("0C", "gather")) == 3
+        measured = sum(seconds for *_, category, _, seconds in outcome.account["spans"] if category == "gather")
+        assert 0 < measured <= outcome.account["shares"]["communicate"]
+
+
 def test_resuming_with_and_without_it_gives_the_same_bits() -> None:
     """On 3 devices with it, on 2 without, on 2 with it, from the checkpoints of each other."""
     changes = {"epochs": 3, "max_steps": 0}

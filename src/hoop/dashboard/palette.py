@@ -73,6 +73,7 @@ CATEGORY_COLOURS = {
     "backward": PURPLE,
     "update": GREEN,
     "reduce": ORANGE,
+    "gather": YELLOW,
     "send": RED,
     "push": RED,
     "recv": SKY,

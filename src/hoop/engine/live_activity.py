@@ -17,11 +17,13 @@ from hoop.engine.executor import PlanExecutor
 from hoop.engine.profiler import now
 from hoop.errors import FailedPrecondition
 from hoop.events import wall_clock
+from hoop.plan.instructions import COMMUNICATE, SHARE
 from hoop.plan.plan import Plan
 
 MAX_SPANS = 5000
 """Of one trace; later instructions are left out."""
 _EMPTY = RankActivity()
+_COMMUNICATION = tuple(category for category, share in SHARE.items() if share == COMMUNICATE)
 Span = tuple[str, str, float, float]
 """As in ``InstructionProfiler.spans``."""
 
@@ -112,7 +114,7 @@ class LiveActivity:
             load_s=seconds["load"],
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
-            communicate_s=seconds["reduce"] + seconds["send"] + seconds["push"] + seconds["recv"],
+            communicate_s=sum(seconds[category] for category in _COMMUNICATION),
             update_s=seconds["update"],
             idle_s=seconds["wait"],
             bytes_sent=executor.bytes_sent,

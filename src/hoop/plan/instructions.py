@@ -13,6 +13,10 @@ computes it and of the order of computation. A stage is a contiguous run of the 
     2(0@3    receive the gradient of stage 2's output from rank 3
     2A       all-reduce stage 2's gradients over all shards and all replicas
     2U       update stage 2's weights
+    0C       collect the slices of the weights that other ranks have updated: an all-gather before a step
+
+``0C`` is in no plan: the ranks of a sharded update (``engine/roles/sharded_data.py``) gather the weights when they are
+needed next, which may be for an evaluation or a checkpoint.
 
 With a parameter server the leading number is a slice of the weights, and each worker holds the whole model as stage 0:
 
@@ -51,6 +55,7 @@ class InstructionKind(StrEnum):
     GET = "G"
     TAKE = "T"
     GIVE = "V"
+    GATHER = "C"
 
     __hash__ = str.__hash__  # kinds are dict keys in hot loops, and Enum.__hash__ is a Python function
 
@@ -74,6 +79,7 @@ PER_MICRO = frozenset(InstructionKind) - {
     InstructionKind.GET,
     InstructionKind.TAKE,
     InstructionKind.GIVE,
+    InstructionKind.GATHER,
 }
 """Kinds with a micro-batch."""
 BACKWARD_KINDS = frozenset({InstructionKind.BACKWARD, InstructionKind.BACKWARD_INPUT})
@@ -138,6 +144,7 @@ CATEGORY = {
     InstructionKind.BACKWARD_WEIGHT: "backward",
     InstructionKind.UPDATE: "update",
     InstructionKind.REDUCE: "reduce",
+    InstructionKind.GATHER: "gather",
     InstructionKind.SEND_OUTPUT: "send",
     InstructionKind.SEND_GRADIENT: "send",
     InstructionKind.PUSH: "push",
@@ -154,6 +161,7 @@ SHARE = {
     "backward": COMPUTE,
     "update": COMPUTE,
     "reduce": COMMUNICATE,
+    "gather": COMMUNICATE,
     "send": COMMUNICATE,
     "push": COMMUNICATE,
     "recv": COMMUNICATE,

@@ -135,6 +135,8 @@ class StepProgress:
                 else:
                     yield from self._check_backwards_done(one.stage)
                 yield from self._add_once(self._reduced, one.stage, "was added up before")
+            case InstructionKind.GATHER:
+                yield "is in a plan: ranks with a sharded update gather the weights outside of it"
             case InstructionKind.UPDATE if self._is_server:
                 if one.stage not in self._taken:
                     yield "comes before any gradient was taken"

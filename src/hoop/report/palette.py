@@ -38,8 +38,8 @@ DARK = Theme(
 )
 
 KINDS = {"forward": 0, "backward": 3, "update": 2, "communicate": 1, "load": 4, "compute": 5}
-"""The colour of each kind of span, in the hues of the dashboard. ``send``, ``recv``, ``reduce``, ``push`` and ``pull``
-are communication too."""
+"""The colour of each kind of span, in the hues of the dashboard. ``send``, ``recv``, ``reduce``, ``gather``, ``push``
+and ``pull`` are communication too."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

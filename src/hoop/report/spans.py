@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 COMPUTE = ("forward", "backward", "update", "load", "compute")
 """Span categories of computation."""
 
-COMMUNICATE = ("communicate", "send", "recv", "reduce", "push", "pull")
+COMMUNICATE = ("communicate", "send", "recv", "reduce", "gather", "push", "pull")
 """Span categories of communication. Every other category (``idle``, ``wait``) counts as idle."""
 
 

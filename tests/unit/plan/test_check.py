@@ -60,6 +60,7 @@ def test_a_valid_plan_has_no_mistakes(plan: Plan) -> None:
         ([TWO_STAGES[0], "1<0@0 1F0 1(0@0 1B0 1)0@0 1A 1U"], "rank 1: 1(0@0 is of the last stage"),
         ([TWO_STAGES[0], "1<0@0 1F0 1B0 1)0@0 1A 1A 1U 1U"], "rank 1: 1A was added up before"),
         ([TWO_STAGES[0], "1<0@0 1F0 1B0 1)0@0 1A 1U 1U"], "rank 1: 1U was updated before"),
+        ([TWO_STAGES[0], "1C 1<0@0 1F0 1B0 1)0@0 1A 1U"], "rank 1: 1C is in a plan: ranks with a sharded update"),
         ([TWO_STAGES[0], "1<0@0 1F0 1B0 1A 1U"], "rank 0: 0(0@1 is never sent"),
         ([TWO_STAGES[0], "1<0@0 1F0 1B0 1A 1U"], "rank 0: waits for ever at 0(0@1"),
         (["0L0 0F0 0>0@1 0B0 0A 0U", TWO_STAGES[1]], "rank 1: 1)0@0 is never received"),

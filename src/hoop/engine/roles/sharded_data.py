@@ -1,6 +1,6 @@
 """Data parallel with a sharded update (ZeRO stage 1): every rank holds the whole model and updates a slice of it.
 
-    gather    the other ranks' slices of the weights, if they were updated since      at the beginning of a step
+    GATHER    the other ranks' slices of the weights, if they were updated since      at the beginning of a step
     LOAD, FORWARD, BACKWARD                                                           as in data parallel
     REDUCE    sum the gradients of the slice (reduce-scatter), and the tail
     UPDATE    update the slice: at the commit, when the gradient is at the holder of the slice's replica
@@ -60,8 +60,7 @@ class ShardedDataRole(RankRole):
         reducer, started = self.executor.reducer(0), time.perf_counter()
         assert isinstance(reducer, ShardedGradientReducer), "the plan has a sharded update"
         waited = reducer.gather(self.deadline())
-        # The all-gather is the second half of what an all-reduce does in one instruction.
-        instruction = Instruction(InstructionKind.REDUCE, 0)
+        instruction = Instruction(InstructionKind.GATHER, 0)
         self.executor.profiler.record(instruction, started, time.perf_counter(), waited)
 
     # ---- checkpoints
