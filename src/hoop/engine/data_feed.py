@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.data.sampler import shard
-from hoop.engine.ahead_batch import AheadBatch, SampleBuffer
+from hoop.engine.prefetched_batch import PrefetchedBatch, SampleBuffer
 from hoop.engine.stage.provenance import sample_fingerprint
 
 
@@ -36,11 +36,11 @@ class DataFeed:
 
     ``begin`` starts a step. ``inputs`` and ``targets`` read a micro-batch when it is first used; ``release`` returns
     its buffers. If a batch is the whole data set and the data has no augmentation, every step reads the same samples:
-    then micro-batches are cached, up to ``cache_bytes``. ``load_ahead`` begins with the samples of the next step.
+    then micro-batches are cached, up to ``cache_bytes``. ``prefetch_piece`` begins with the samples of the next step.
     """
 
-    can_load_ahead = True
-    """Whether ``load_ahead`` may be called."""
+    can_prefetch = True
+    """Whether ``prefetch_piece`` may be called."""
 
     def __init__(self, data: Dataset, seed: int, rows: int) -> None:
         """``rows``: samples of a full micro-batch, for which buffers are allocated."""
@@ -49,8 +49,8 @@ class DataFeed:
         self._rows = rows
         self._free_buffers: list[SampleBuffer] = []
         self._buffers_in_use: dict[int, SampleBuffer] = {}
-        self._ahead: tuple[Position, int, AheadBatch] | None = None
-        """A batch that is loaded ahead: its step, its first micro-batch and its samples."""
+        self._prefetched: tuple[Position, int, PrefetchedBatch] | None = None
+        """A batch that is prefetched: its step, its first micro-batch and its samples."""
         self._batches: dict[int, Batch] = {}
         self._samples: list[Indices] = []
         self._position = Position(0, 0, 0)
@@ -118,12 +118,12 @@ class DataFeed:
     def _read(self, micro: int, samples: Indices) -> Batch:
         if self._cached_samples is not None and (found := self._read_into_cache(micro, samples)) is not None:
             return found
-        if self._ahead is not None:
-            ahead = self._end_ahead()
-            if ahead[:2] == (self._position, micro) and np.array_equal(ahead[2].samples, samples):
-                self._buffers_in_use[micro] = ahead[2].buffer
-                return ahead[2].finish()
-            self._free_buffers.append(ahead[2].buffer)
+        if self._prefetched is not None:
+            prefetched = self._end_prefetch()
+            if prefetched[:2] == (self._position, micro) and np.array_equal(prefetched[2].samples, samples):
+                self._buffers_in_use[micro] = prefetched[2].buffer
+                return prefetched[2].finish()
+            self._free_buffers.append(prefetched[2].buffer)
         self._buffers_in_use[micro] = out = self._take_buffer(len(samples))
         return self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=out.batch)
 
@@ -133,7 +133,7 @@ class DataFeed:
             found = SampleBuffer(self._data.allocate(max(self._rows, rows)))
         return found
 
-    def load_ahead(
+    def prefetch_piece(
         self, position: Position, samples: Indices, microbatches: Sequence[int], num_microbatches: int
     ) -> bool:
         """Load a piece of the first batch of a later step; returns whether there may be more to load.
@@ -142,34 +142,34 @@ class DataFeed:
         one alone. If the samples are not wanted, because the next step is another one or this rank begins with other
         micro-batches, the next read discards them. Likewise if they cannot be loaded: then that read raises the error.
         """
-        if self._ahead is None or self._ahead[0] != position:
-            self._begin_ahead(
+        if self._prefetched is None or self._prefetched[0] != position:
+            self._begin_prefetch(
                 position, samples, [shard(samples, one, num_microbatches) for one in microbatches], microbatches[0]
             )
-        if self._ahead is None or self._ahead[2].complete:
+        if self._prefetched is None or self._prefetched[2].complete:
             return False
         try:
-            self._ahead[2].load_piece()
+            self._prefetched[2].load_piece()
         except Exception:
-            self._free_buffers.append(self._end_ahead()[2].buffer)
+            self._free_buffers.append(self._end_prefetch()[2].buffer)
             return False
         return True
 
-    def _begin_ahead(self, position: Position, samples: Indices, shards: Sequence[Indices], micro: int) -> None:
-        if self._ahead is not None:
-            self._free_buffers.append(self._end_ahead()[2].buffer)
+    def _begin_prefetch(self, position: Position, samples: Indices, shards: Sequence[Indices], micro: int) -> None:
+        if self._prefetched is not None:
+            self._free_buffers.append(self._end_prefetch()[2].buffer)
         if not len(shards[0]) or (len(samples) == len(self._data) and self._data.fixed):
             return  # nothing to read, or perhaps cached
         if any(len(one) != self._rows for one in shards):
             shards = shards[:1]
         wanted = np.concatenate(shards)
-        batch = AheadBatch(self._data, wanted, position.epoch, self._seed, self._take_buffer(len(wanted)))
-        self._ahead = position, micro, batch
+        batch = PrefetchedBatch(self._data, wanted, position.epoch, self._seed, self._take_buffer(len(wanted)))
+        self._prefetched = position, micro, batch
 
-    def _end_ahead(self) -> tuple[Position, int, AheadBatch]:
-        assert self._ahead is not None, "a batch is loaded ahead"
-        ahead, self._ahead = self._ahead, None
-        return ahead
+    def _end_prefetch(self) -> tuple[Position, int, PrefetchedBatch]:
+        assert self._prefetched is not None, "a batch is prefetched"
+        prefetched, self._prefetched = self._prefetched, None
+        return prefetched
 
     def _read_into_cache(self, micro: int, samples: Indices) -> Batch | None:
         """Read a batch and cache it for the next steps; None if it does not fit."""

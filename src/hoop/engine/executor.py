@@ -25,7 +25,7 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.gradient_slots import max_gradient_slots
-from hoop.engine.load_ahead import LoadAhead
+from hoop.engine.prefetcher import Prefetcher
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
@@ -42,8 +42,8 @@ from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 
-MIN_LOAD_AHEAD_RANKS = 4
-"""Loading while waiting paid with 8 and 16 ranks and not with 2 (benchmarks/training); between them not measured."""
+MIN_PREFETCH_RANKS = 4
+"""Prefetching paid with 8 and 16 ranks and not with 2 (benchmarks/training); between them not measured."""
 
 
 class DeferredUpdates:
@@ -211,8 +211,8 @@ class PlanExecutor:
         }
         self._metrics: dict[int, ShardMetrics] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
-        self._load_ahead: LoadAhead | None = None
-        self._loaded_ahead = 0.0
+        self._prefetcher: Prefetcher | None = None
+        self._prefetch_seconds = 0.0
         """Seconds of the current instruction in which this rank loaded samples of the next step."""
         slow = settings.slowdown
         self.extra_slowdown: float = slow[context.rank] - 1 if context.rank < len(slow) else 0
@@ -270,7 +270,7 @@ class PlanExecutor:
         They refer to this object: with them, an ended job's model and data would stay until a garbage collection.
         """
         self._close_reducers()
-        self._handlers, self._batched, self._load_ahead = {}, None, None
+        self._handlers, self._batched, self._prefetcher = {}, None, None
         for stage_state in self.stage_states.values():
             stage_state.close()
         if self.accelerator is not None:
@@ -355,11 +355,11 @@ class PlanExecutor:
                 batched(run, self.add_compute_time, self._on_batched_shard)
                 continue
             for instruction in run:
-                started, self._waited, self._loaded_ahead = now(), 0.0, 0.0
+                started, self._waited, self._prefetch_seconds = now(), 0.0, 0.0
                 handlers[instruction.kind](instruction)
-                if self._loaded_ahead:
-                    profiler.record_ahead(self._first_load[0], started, self._loaded_ahead)
-                profiler.record(instruction, started + self._loaded_ahead, now(), self._waited)
+                if self._prefetch_seconds:
+                    profiler.record_prefetch(self._first_load[0], started, self._prefetch_seconds)
+                profiler.record(instruction, started + self._prefetch_seconds, now(), self._waited)
         self.channel.endpoint.flush(self._deadline)
 
     def register_handlers(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
@@ -490,22 +490,22 @@ class PlanExecutor:
                 move=self.context.reassignment_ready(),
             )
 
-    def load_ahead(self, next_step: Callable[[int], StepWork | None]) -> None:
-        """Load samples of the next step while this rank waits for the others, in data parallel training.
+    def prefetch(self, next_step: Callable[[int], StepWork | None]) -> None:
+        """Prefetch samples of the next step while this rank waits for the others, in data parallel training.
 
         ``next_step(done)``: the step after ``done`` steps; None: do not load for it.
         """
-        if self.plan.stages == 1 and not self.plan.servers and self.feed.can_load_ahead:
-            self._load_ahead = LoadAhead(self.feed, next_step)
+        if self.plan.stages == 1 and not self.plan.servers and self.feed.can_prefetch:
+            self._prefetcher = Prefetcher(self.feed, next_step)
 
     def _reduce(self, instruction: Instruction) -> None:
-        reducer, ahead = self._reducers[instruction.stage], self._load_ahead
-        if ahead is None or self.plan.size < MIN_LOAD_AHEAD_RANKS:
+        reducer, prefetcher = self._reducers[instruction.stage], self._prefetcher
+        if prefetcher is None or self.plan.size < MIN_PREFETCH_RANKS:
             self._waited = reducer(self._deadline)
             return
-        ahead.begin(self._position.done + 1, [one.micro for one in self._first_load], self.plan.num_microbatches)
-        self._waited = reducer(self._deadline, ahead)
-        self._loaded_ahead = ahead.seconds
+        prefetcher.begin(self._position.done + 1, [one.micro for one in self._first_load], self.plan.num_microbatches)
+        self._waited = reducer(self._deadline, prefetcher)
+        self._prefetch_seconds = prefetcher.seconds
 
     def _update(self, instruction: Instruction) -> None:
         if self.gradient_scale is None:

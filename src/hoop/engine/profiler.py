@@ -48,7 +48,7 @@ class InstructionProfiler:
                 self.spans.append(("wait", "wait", started, waited))
             self.spans.append((str(instruction), category, started + waited, ended - started - waited))
 
-    def record_ahead(self, load: Instruction, started: float, seconds: float) -> None:
+    def record_prefetch(self, load: Instruction, started: float, seconds: float) -> None:
         """Record the part of a load of the next step that was done while this rank waited for others.
 
         In the trace it is the first part of the instruction that waited, which ``record`` adds without it.

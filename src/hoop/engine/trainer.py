@@ -214,7 +214,7 @@ class Trainer:
         self._context.publish_activity(self._activity)
         self._role.attach_provenance(self._provenance)
         if self._sharded is None or setup.plan.sharded_update:
-            setup.executor.load_ahead(self._schedule.next_in_epoch)
+            setup.executor.prefetch(self._schedule.next_in_epoch)
         self._balancer = load_balancer_for(
             setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
         )

@@ -7,7 +7,7 @@ optimizer and learning-rate scheduler, weights of any floating type.
 loss          calls the user's loss, and finds out how the losses of shards make up the loss of a batch
 objects       the model, its optimizer, its scheduler and the average of its weights, on one rank
 state         the bytes of these objects in the arena, and the gradients of shards
-feed          the batches of a step, loaded ahead by worker processes
+feed          the batches of a step, prefetched by worker processes
 evaluation    loss and metrics on the test data
 setup         builds all of it for a rank
 

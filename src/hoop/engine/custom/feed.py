@@ -1,4 +1,4 @@
-"""The batches of a step in custom training, micro-batch by micro-batch; worker processes may load them ahead."""
+"""The batches of a step in custom training, micro-batch by micro-batch; worker processes may prefetch them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def fork_loaders(job: str) -> None:
 class StructuredFeed(DataFeed):
     """One rank's batches of the current step, as the dataset's collate function makes them."""
 
-    can_load_ahead = False
-    """Worker processes load ahead (``prefetch``); a user's samples may take long, and other ranks would wait."""
+    can_prefetch = False
+    """Worker processes prefetch (``prefetch``); a user's samples may take long, and other ranks would wait."""
 
     def __init__(self, data: StructuredDataset, seed: int, timeout_s: float, job: str = "") -> None:
         """``job``: its name, by which ``fork_loaders`` has forked workers. Without workers this thread loads."""

@@ -25,7 +25,7 @@ from hoop.engine.stage.autograd import CPU, seed_block
 from hoop.engine.step_schedule import StepSchedule, StepWork
 from hoop.plan.instructions import Instruction, InstructionKind
 
-AHEAD = 2
+PREFETCHED_STEPS = 2
 """Steps whose batches workers load, the current one included."""
 
 
@@ -51,12 +51,12 @@ class CustomRole(RankRole):
         executor = self.executor
         plan = executor.plan
         done = works[0].position.done
-        ahead = [
+        prefetched = [
             work
-            for step in range(done, min(done + AHEAD, self._schedule.total_steps))
+            for step in range(done, min(done + PREFETCHED_STEPS, self._schedule.total_steps))
             for work in self._schedule.next_steps(step, 1)
         ]
-        self._feed.prefetch(ahead, plan.computed_by(executor.rank, 0), plan.num_microbatches)
+        self._feed.prefetch(prefetched, plan.computed_by(executor.rank, 0), plan.num_microbatches)
         return super().advance(works, stop)
 
     def _compute_shard(self, instruction: Instruction) -> None:

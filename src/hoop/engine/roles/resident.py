@@ -93,7 +93,7 @@ class ResidentRole(RankRole):
             Instruction(kind, 0) for kind in (InstructionKind.FORWARD, InstructionKind.REDUCE)
         )
         self._works: Sequence[StepWork] = ()
-        self._load_ahead = LOADED_STEPS if self._loader.resident else 1
+        self._steps_per_load = LOADED_STEPS if self._loader.resident else 1
         """Steps that are loaded at once."""
         self._loaded = 0
         """Steps of the stride under way whose load was launched."""
@@ -197,13 +197,13 @@ class ResidentRole(RankRole):
             if self._peers is None:
                 step.whole()
                 if self._loaded == awaited:
-                    self._load(self._load_ahead, stop)
+                    self._load(self._steps_per_load, stop)
                 executor.profiler.record(self._compute, started, now())
             else:
                 number = self._meetings % SETS
                 step.compute(number)
                 if self._loaded == awaited:
-                    self._load(self._load_ahead, stop)
+                    self._load(self._steps_per_load, stop)
                 self._meet_and_finish(step, self._peers, number, done, started)
             self._finished += 1
             executor.steps_updated = done + 1

@@ -1,4 +1,4 @@
-"""What a rank does while it waits for the other ranks' gradients: it loads samples of the next step."""
+"""Prefetches samples of the next step while a rank waits for the other ranks' gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hoop.engine.profiler import now
 from hoop.engine.step_schedule import StepWork
 
 
-class LoadAhead:
+class Prefetcher:
     """Loads the first batch of the next step, piece by piece. ``PlanExecutor`` passes it to the all-reduce."""
 
     def __init__(self, feed: DataFeed, next_step: Callable[[int], StepWork | None]) -> None:
@@ -34,7 +34,7 @@ class LoadAhead:
         if self._work is None:
             self._work = self._next_step(self._done)
         work = self._work
-        more = work is not None and self._feed.load_ahead(
+        more = work is not None and self._feed.prefetch_piece(
             work.position, work.samples, self._microbatches, self._num_microbatches
         )
         if not more:

@@ -11,9 +11,9 @@ import torch
 from hoop.data.dataset import Batch, Indices
 from hoop.data.images import Augment, ImageData
 from hoop.data.sampler import SampleOrder, shard
-from hoop.engine.ahead_batch import MIN_ROWS, PIECES, AheadBatch, SampleBuffer
 from hoop.engine.data_feed import DataFeed, Position
-from hoop.engine.load_ahead import LoadAhead
+from hoop.engine.prefetched_batch import MIN_ROWS, PIECES, PrefetchedBatch, SampleBuffer
+from hoop.engine.prefetcher import Prefetcher
 from hoop.engine.settings import Settings
 from hoop.engine.step_schedule import StepSchedule, StepWork
 
@@ -53,12 +53,12 @@ def check(found: Batch, source: ImageData, samples: Indices, epoch: int) -> None
 @pytest.mark.parametrize("pieces", range(PIECES + 1))
 def test_a_batch_in_pieces_has_the_samples_of_a_batch_at_once(rows: int, pieces: int) -> None:
     source, samples = data(), SampleOrder(1, SAMPLES).indices(2, 0, rows)
-    ahead = AheadBatch(source, samples, 2, SEED, SampleBuffer(source.allocate(rows + 5)))
+    batch = PrefetchedBatch(source, samples, 2, SEED, SampleBuffer(source.allocate(rows + 5)))
     for _ in range(pieces):
-        if not ahead.complete:
-            ahead.load_piece()
-    check(ahead.finish(), source, samples, 2)
-    assert ahead.complete
+        if not batch.complete:
+            batch.load_piece()
+    check(batch.finish(), source, samples, 2)
+    assert batch.complete
     assert source.read == rows, "every sample is read once"
 
 
@@ -68,11 +68,11 @@ def begin(feed: DataFeed, step: int, batch_size: int, microbatches: int) -> Indi
     return samples
 
 
-def load_ahead(feed: DataFeed, step: int, batch_size: int, which: Sequence[int], count: int) -> int:
+def prefetch(feed: DataFeed, step: int, batch_size: int, which: Sequence[int], count: int) -> int:
     """Loads all pieces of a step's first batch; returns their number."""
     samples = SampleOrder(1, SAMPLES).indices(1, step, batch_size)
     pieces = 0
-    while feed.load_ahead(Position(1, step, step), samples, which, count):
+    while feed.prefetch_piece(Position(1, step, step), samples, which, count):
         pieces += 1
     return pieces
 
@@ -80,7 +80,7 @@ def load_ahead(feed: DataFeed, step: int, batch_size: int, which: Sequence[int],
 @pytest.mark.parametrize(
     ("batch_size", "which"), [(256, [2, 3]), (256, [0, 1, 2, 3]), (254, [2, 3]), (3, [1]), (SAMPLES, [0])]
 )
-def test_the_next_step_gets_what_was_loaded_ahead(batch_size: int, which: list[int]) -> None:
+def test_the_next_step_gets_what_was_prefetched(batch_size: int, which: list[int]) -> None:
     """Of 254 samples not all shards are full, so the first is read alone; of 3 samples some shards are empty."""
     source, rows = data(), -(-batch_size // 4)
     feed = DataFeed(source, SEED, rows)
@@ -101,19 +101,19 @@ def test_the_next_step_gets_what_was_loaded_ahead(batch_size: int, which: list[i
                     feed.release(one)
         source.read = 0
         if step + 1 < steps:
-            load_ahead(feed, step + 1, batch_size, which, 4)
+            prefetch(feed, step + 1, batch_size, which, 4)
 
 
 def test_a_batch_for_another_step_or_shard_is_discarded_and_its_buffer_used_again() -> None:
     source = data()
     feed = DataFeed(source, SEED, 64)
     begin(feed, 0, 256, 4)
-    assert load_ahead(feed, 1, 256, [0], 4) == PIECES
+    assert prefetch(feed, 1, 256, [0], 4) == PIECES
     for step, micro in [(0, 0), (1, 2), (2, 0)]:  # the step is repeated; a shard has moved; a step was skipped
         samples = begin(feed, step, 256, 4)
         check((feed.inputs(micro), feed.targets(micro)), source, shard(samples, micro, 4), 1)
         feed.release(micro)
-        load_ahead(feed, 1, 256, [0], 4)
+        prefetch(feed, 1, 256, [0], 4)
     assert source.allocated == 1 + 3, "one buffer, and one for each comparison"
 
 
@@ -122,7 +122,7 @@ def test_a_sample_that_cannot_be_read_raises_where_it_is_needed() -> None:
     feed = DataFeed(source, SEED, 64)
     begin(feed, 0, 256, 4)
     source.damaged = int(SampleOrder(1, SAMPLES).indices(1, 1, 256)[40])
-    assert load_ahead(feed, 1, 256, [0], 4) < PIECES
+    assert prefetch(feed, 1, 256, [0], 4) < PIECES
     begin(feed, 0, 256, 4)
     feed.inputs(0)
     feed.release(0)
@@ -131,11 +131,11 @@ def test_a_sample_that_cannot_be_read_raises_where_it_is_needed() -> None:
         feed.inputs(0)
 
 
-def test_samples_that_stay_in_the_cache_are_not_loaded_ahead() -> None:
+def test_samples_that_stay_in_the_cache_are_not_prefetched() -> None:
     source = data(augment=None)
     feed = DataFeed(source, SEED, SAMPLES)
     samples = np.arange(SAMPLES)
-    assert not feed.load_ahead(Position(1, 0, 1), samples, [0], 1)
+    assert not feed.prefetch_piece(Position(1, 0, 1), samples, [0], 1)
     assert source.read == 0
 
 
@@ -147,16 +147,16 @@ def test_a_rank_without_shards_loads_nothing_and_time_is_counted_by_step() -> No
         position = Position(1, done, done)
         return StepWork(position, SampleOrder(1, SAMPLES).indices(1, done, 256), 0.1) if done < 2 else None
 
-    ahead = LoadAhead(feed, next_step)
-    ahead.begin(1, [], 4)
-    assert not ahead()
-    ahead.begin(1, [0, 1], 4)
-    assert sum(ahead() for _ in range(3 * PIECES)) == PIECES
+    prefetcher = Prefetcher(feed, next_step)
+    prefetcher.begin(1, [], 4)
+    assert not prefetcher()
+    prefetcher.begin(1, [0, 1], 4)
+    assert sum(prefetcher() for _ in range(3 * PIECES)) == PIECES
     assert works == [1]
-    assert ahead.seconds > 0
-    ahead.begin(2, [0, 1], 4)
-    assert ahead.seconds == 0
-    assert not ahead()
+    assert prefetcher.seconds > 0
+    prefetcher.begin(2, [0, 1], 4)
+    assert prefetcher.seconds == 0
+    assert not prefetcher()
     assert works == [1, 2]
 
 

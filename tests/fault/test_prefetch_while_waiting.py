@@ -1,4 +1,4 @@
-"""A rank that waits for slower ones loads samples of the next step: the same weights, also if a rank dies meanwhile."""
+"""A rank that waits prefetches samples of the next step: the same weights, also if a rank dies meanwhile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CHANGES = {"balance": False, "pin": False}
 
 @pytest.fixture(autouse=True)
 def two_ranks_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "MIN_LOAD_AHEAD_RANKS", 2)  # ranks are forked
+    monkeypatch.setattr(executor, "MIN_PREFETCH_RANKS", 2)  # ranks are forked
 
 
-def loads_ahead(outcome: Outcome) -> int:
+def prefetches(outcome: Outcome) -> int:
     """How often the rank loaded samples between its last backward of a step and the sum of the gradients."""
     names = [name for name, *_ in outcome.account["spans"] if name != "wait"]
     return sum("B" in before and "L" in name and after == "0A" for before, name, after in triples(names))
@@ -37,24 +37,24 @@ def test_samples_loaded_while_a_rank_waits_change_no_bit(job: str, size: int) ->
     slowdown = [1.0] * (min(size, SHARDS) - 1) + [SLOW] + [1.0] * (size > SHARDS)
     outcomes = train("shm", size, settings("data", slowdown=slowdown, **CHANGES), JOBS[job])
     assert not differing(tensors_in(checkpoint(outcomes)), alone(job))
-    assert loads_ahead(outcomes[0]) > 0
+    assert prefetches(outcomes[0]) > 0
     if size > SHARDS:
-        assert loads_ahead(outcomes[-1]) == 0
+        assert prefetches(outcomes[-1]) == 0
     for outcome in outcomes:
         spans = sorted((start, start + seconds) for _, _, start, seconds in outcome.account["spans"])
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(spans)), "spans do not overlap"
 
 
-def test_a_single_rank_and_few_ranks_load_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_and_few_ranks_prefetch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     (outcome,) = train("shm", 1, settings("data", epochs=1), JOBS["mlp"])
-    assert loads_ahead(outcome) == 0
+    assert prefetches(outcome) == 0
     monkeypatch.undo()
     outcomes = train("shm", 2, settings("data", epochs=1, slowdown=[1.0, SLOW], **CHANGES), JOBS["mlp"])
-    assert [loads_ahead(one) for one in outcomes] == [0, 0]
+    assert [prefetches(one) for one in outcomes] == [0, 0]
 
 
 @pytest.mark.parametrize("occurrence", [13, 14, 25])
-def test_a_rank_that_dies_while_others_load_ahead_changes_no_bit(occurrence: int) -> None:
+def test_a_rank_that_dies_while_others_prefetch_changes_no_bit(occurrence: int) -> None:
     """The others have loaded for the next step; they finish this one without it, with other shards, and go on."""
     slowdown = [1.0, 1.0, SLOW]
     fault = Fault(2, "instruction", occurrence)
@@ -63,4 +63,4 @@ def test_a_rank_that_dies_while_others_load_ahead_changes_no_bit(occurrence: int
     outcomes = [results[rank].outcome for rank in sorted(results)]
     assert not differing(tensors_in(checkpoint(outcomes)), alone("mlp"))
     assert sum(len(one.of("recovered")) for one in outcomes) == 1
-    assert loads_ahead(outcomes[0]) > 0
+    assert prefetches(outcomes[0]) > 0

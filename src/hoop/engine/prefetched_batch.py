@@ -35,7 +35,7 @@ class SampleBuffer:
         return found
 
 
-class AheadBatch:
+class PrefetchedBatch:
     """The samples of one batch at one position, of which some are loaded."""
 
     def __init__(self, data: Dataset, samples: Indices, epoch: int, seed: int, buffer: SampleBuffer) -> None:
