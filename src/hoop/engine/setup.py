@@ -152,26 +152,35 @@ class TrainingSetup:
         return stages + [f"slice {number} of the update on rank {rank}" for number, rank in updating]
 
 
+@dataclass(frozen=True)
+class EarlierSetup:
+    """What a rank has from before: a model that is built already, or the parts of its last set-up after a change."""
+
+    model: nn.Module | None = None
+    """The job's model; None: it is built."""
+    costs: list[Block] | None = None
+    """The costs of its blocks, if this rank has measured them."""
+    resharding: bool = False
+    """The membership has changed since the strategy was chosen. The strategy is adapted to as many of the ranks as it
+    can use, and the model's initial weights need not be equal everywhere."""
+
+
 def prepare(
     context: RankContext,
     settings: Settings,
     job: Job,
     data: Splits,
     vectors: StateVectors,
-    resharding: bool = False,
-    model: nn.Module | None = None,
-    known: list[Block] | None = None,
+    earlier: EarlierSetup | None = None,
 ) -> TrainingSetup:
     """Collective. Builds this rank's part of the job; raises at every rank if the job cannot run.
 
-    ``resharding``: the membership has changed since the strategy was chosen. The strategy is adapted to as many of the
-    ranks as it can use, and the model's initial weights need not be equal everywhere. ``model``: the job's, if it is
-    built already. ``known``: the costs of its blocks, if this rank has measured them before.
+    ``earlier``: what this rank need not build or measure again.
     """
     settings.check()
     accelerator = select_accelerator(context, settings)
     try:
-        return _prepare(context, settings, job, data, vectors, accelerator, resharding, model, known)
+        return _prepare(context, settings, job, data, vectors, accelerator, earlier or EarlierSetup())
     except BaseException:
         if accelerator is not None:
             accelerator.close()
@@ -185,39 +194,22 @@ def _prepare(
     data: Splits,
     vectors: StateVectors,
     accelerator: Accelerator | None,
-    resharding: bool,
-    model: nn.Module | None,
-    known: list[Block] | None,
+    earlier: EarlierSetup,
 ) -> TrainingSetup:
     """``prepare`` on this accelerator, which the caller closes after an error."""
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
-    model = build_model(job, settings.seed) if model is None else model
+    model = build_model(job, settings.seed) if earlier.model is None else earlier.model
     if isinstance(job.loss, CustomLoss):
         return _prepare_custom(context, settings, job, data, vectors, model, accelerator)
-    blocks = blocks_of(model)
-    strategy = for_hosts(parse(settings.strategy), context.hosts)
-    if resharding:
-        strategy, plan = plan_for_devices(strategy, context.size, settings.num_microbatches, len(blocks))
-        if settings.cut and len(settings.cut) != plan.stages - 1:
-            settings = dataclasses.replace(settings, cut=())  # the user gave it for another number of stages
-    else:
-        plan = strategy.plan(context.size, settings.num_microbatches)
-    check_stages(strategy, plan, model, len(blocks))
-    check_clipping(strategy, plan, settings)
-    if problems := check(plan):
-        raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
-    criterion = job.criterion
+    blocks, resharding, criterion = blocks_of(model), earlier.resharding, job.criterion
+    settings, strategy, plan = _choose_plan(context, settings, model, blocks, resharding)
     if criterion is None:
         raise InternalError("a job is prepared before the reduction of its loss is known")
     reduction = f"{criterion.returns} {criterion.minimised}"
     rounding = _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
-    rows = -(-settings.batch_size // settings.num_microbatches)
-    sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
-    costs = _known_costs(context, settings, known) if resharding and accelerator is None else None
-    if costs is None:
-        costs = _broadcast_costs(context, settings, _profile(blocks, sample, settings, accelerator))
+    costs = _costs(context, settings, blocks, data, accelerator, earlier)
     check_can_shard(strategy, accelerator=accelerator is not None)
     if not resharding and accelerator is None and may_choose(context, settings, strategy):
         strategy, plan, found, free = _choose_update(context, settings, strategy, costs, blocks)
@@ -248,6 +240,45 @@ def _prepare(
             executor.close()
             raise
     return setup
+
+
+def _choose_plan(
+    context: RankContext, settings: Settings, model: nn.Module, blocks: list[nn.Module], resharding: bool
+) -> tuple[Settings, Strategy, Plan]:
+    """The strategy for the ranks of ``context`` and its plan; raises if the model cannot be trained with it.
+
+    ``resharding``: the strategy is adapted to the ranks that there are now. Also returns the settings, without a cut
+    that was given for another number of stages.
+    """
+    strategy = for_hosts(parse(settings.strategy), context.hosts)
+    if resharding:
+        strategy, plan = plan_for_devices(strategy, context.size, settings.num_microbatches, len(blocks))
+        if settings.cut and len(settings.cut) != plan.stages - 1:
+            settings = dataclasses.replace(settings, cut=())
+    else:
+        plan = strategy.plan(context.size, settings.num_microbatches)
+    check_stages(strategy, plan, model, len(blocks))
+    check_clipping(strategy, plan, settings)
+    if problems := check(plan):
+        raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
+    return settings, strategy, plan
+
+
+def _costs(
+    context: RankContext,
+    settings: Settings,
+    blocks: list[nn.Module],
+    data: Splits,
+    accelerator: Accelerator | None,
+    earlier: EarlierSetup,
+) -> list[Block]:
+    """Collective. The costs of the blocks, the same at every rank: known after a membership change, or measured."""
+    costs = _known_costs(context, settings, earlier.costs) if earlier.resharding and accelerator is None else None
+    if costs is not None:
+        return costs
+    rows = -(-settings.batch_size // settings.num_microbatches)
+    sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
+    return _broadcast_costs(context, settings, _profile(blocks, sample, settings, accelerator))
 
 
 def _prepare_custom(

@@ -55,7 +55,7 @@ from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.custom import CustomRole
 from hoop.engine.settings import Settings
-from hoop.engine.setup import TrainingSetup, prepare
+from hoop.engine.setup import EarlierSetup, TrainingSetup, prepare
 from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import MOVE, STOP, StateVectors
@@ -160,15 +160,16 @@ class Trainer:
             self._check_early_stop()
         if self._sharded is not None:
             self._sharded.start(tensors, self._done, context.size)
+        earlier = EarlierSetup(model)
         try:
-            setup = prepare(context, settings, job, self._data, self._vectors, model=model)
+            setup = prepare(context, settings, job, self._data, self._vectors, earlier)
         except PeerError as error:
             self._setup_error = error  # ``train`` recovers from it as from any other loss
             self._first_tensors, self._first_size = tensors, context.size
             if self._sharded is not None:
                 return
             self._vectors.free()  # a data parallel rank needs no other rank to set up
-            setup = prepare(single_rank(context), settings, job, self._data, self._vectors, model=model)
+            setup = prepare(single_rank(context), settings, job, self._data, self._vectors, earlier)
         if self._sharded is None and not setup.strategy.replicated:
             self._shard_update().start(tensors, self._done, context.size)
         self._use_setup(setup)

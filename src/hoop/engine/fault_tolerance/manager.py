@@ -32,7 +32,7 @@ from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replica
 from hoop.engine.fault_tolerance.state_slices import StateShard, shard_of_tensors, whole_state
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.settings import Settings
-from hoop.engine.setup import TrainingSetup, prepare
+from hoop.engine.setup import EarlierSetup, TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import StateVectors, release_tensors
 from hoop.errors import InternalError
@@ -182,9 +182,8 @@ class ShardedStateManager:
         reused = self._model_without_weights(steps)
         model, self.initial_model = reused or self.initial_model, None
         costs = self._setup.blocks if self._setup is not None else None
-        setup = prepare(
-            context, self._settings, self._job, self._data, self._vectors[-1], resharding=True, model=model, known=costs
-        )
+        earlier = EarlierSetup(model, costs, resharding=True)
+        setup = prepare(context, self._settings, self._job, self._data, self._vectors[-1], earlier)
         try:
             plan = self._load_shard(context, setup, done, epoch_end, stopped)
             if not plan.sources and reused is not None:
