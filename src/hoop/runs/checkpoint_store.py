@@ -81,11 +81,15 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def newest_checkpoint(out: Path) -> FoundCheckpoint:
     """The newest checkpoint whose checksum holds; FailedPrecondition if there is none."""
+    return read_newest(out)[0]
+
+
+def read_newest(out: Path) -> tuple[FoundCheckpoint, dict[str, Tensor], dict[str, Any]]:
+    """``newest_checkpoint``, with the tensors and metadata that were verified: the file is read and hashed once."""
     problems: list[str] = []
     for path in listed(out):
         try:
-            read(path)
-            return FoundCheckpoint(path, tuple(problems))
+            return FoundCheckpoint(path, tuple(problems)), *read(path)
         except HoopError as error:
             problems.append(str(error))
     whole = f" that is whole: {'; '.join(problems)}" if problems else "; a run keeps one after each epoch"

@@ -27,7 +27,7 @@ from hoop.engine.stage.autograd import Criterion, hits
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
-from hoop.runs.checkpoint_store import FoundCheckpoint, newest_checkpoint, read
+from hoop.runs.checkpoint_store import FoundCheckpoint, read, read_newest
 from hoop.runs.job_follower import weights_digest
 from hoop.runs.job_lookup import job_named, resolved
 from hoop.runs.job_objects import load_into
@@ -53,9 +53,8 @@ def load_trained(place: Path, job: str | None = None) -> TrainedModel:
     """
     if not place.exists():
         raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
-    found = newest_checkpoint(place) if place.is_dir() else FoundCheckpoint(place)
+    found, tensors, metadata = read_newest(place) if place.is_dir() else (FoundCheckpoint(place), *read(place))
     path = found.path
-    tensors, metadata = read(path)
     if "settings" not in metadata:
         raise FailedPrecondition(f"{path}: a checkpoint without settings; which model it is of is not known")
     settings, steps = Settings.from_json(json.dumps(metadata["settings"])), metadata.get("steps")

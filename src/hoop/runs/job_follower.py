@@ -26,7 +26,13 @@ from hoop import job_events as ev
 from hoop.client.cluster import Cluster, connect
 from hoop.client.jobs import JobHandle
 from hoop.engine.custom.state import AVERAGE
-from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, is_training_state, serialized_parts
+from hoop.engine.fault_tolerance.checkpoint import (
+    CHECKSUM_KEY,
+    deserialize,
+    is_training_state,
+    read_metadata,
+    serialized_parts,
+)
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError
@@ -169,7 +175,8 @@ class JobFollower:
         buffer = ""
         if resume is not None:
             data = resume.read_bytes()
-            resumed = deserialize(data, resume)[1]
+            # ``newest_checkpoint`` has verified the file, and each device verifies the bytes that it gets.
+            resumed = read_metadata(data, resume)
             buffer = cluster.stage(data, self._devices)
         self._record(resumed)
         try:

@@ -20,6 +20,7 @@ from hoop.engine.fault_tolerance.checkpoint import (
     CHECKSUM_KEY,
     copy_into,
     deserialize,
+    read_metadata,
     serialize,
     serialized_parts,
 )
@@ -90,6 +91,18 @@ def test_any_other_bytes_are_refused(noise: bytes, low: int, high: int) -> None:
         if data != SERIALIZED:
             with pytest.raises(FailedPrecondition, match=r"^here/x: "):
                 deserialize(data, "here/x")
+
+
+def test_metadata_is_read_without_a_pass_over_the_tensors() -> None:
+    """The bytes are verified elsewhere: a flipped bit of a tensor is not noticed, a missing end is."""
+    data = bytearray(serialize({"weight": torch.ones(5)}, {"steps": 7}))
+    expected = deserialize(data)[1]
+    data[-1] ^= 1
+    assert read_metadata(data) == expected
+    with pytest.raises(FailedPrecondition, match="damaged or tampered with"):
+        deserialize(data)
+    with pytest.raises(FailedPrecondition, match="resumed: torn"):
+        read_metadata(data[:-1], "resumed")
 
 
 def test_the_previous_checkpoint_is_used_and_damaged_ones_are_set_aside(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from hoop.cli.commands import command_line
+from hoop.engine.fault_tolerance import checkpoint as checkpoint_format
 from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
 from hoop.engine.job import without_folder
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
+from hoop.models.vision import mlp
 from hoop.runs.export import load_trained
 from hoop.runs.run_recorder import RunRecorder, saved_settings
 
@@ -87,3 +89,21 @@ def test_a_checkpoint_holds_no_path_of_this_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mnist", "package.module:job", "inherited:0", "my_job.py:job"])
 def test_names_without_a_folder_stay(name: str) -> None:
     assert without_folder(name) == name
+
+
+def test_a_checkpoint_of_a_folder_is_read_and_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(data: bytes | bytearray | memoryview, at: int) -> str:
+        hashed.append(len(data))
+        return real_checksum(data, at)
+
+    real_checksum = checkpoint_format._checksum
+    path = checkpoint_of("mnist", tmp_path)
+    weights = {name: torch.zeros_like(one) for name, one in mlp(1).state_dict().items()}
+    path.write_bytes(serialize(weights, {"steps": 3, "settings": {"job": "mnist"}}))
+    size = path.stat().st_size
+    monkeypatch.setattr(checkpoint_format, "_checksum", counted)
+    trained = load_trained(tmp_path)
+    assert hashed == [size]
+    assert all(torch.equal(one, weights[name]) for name, one in trained.model.state_dict().items())

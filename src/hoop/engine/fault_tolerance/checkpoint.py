@@ -231,6 +231,14 @@ def deserialize(data: bytes | bytearray, where: Path | str = "checkpoint") -> tu
         raise FailedPrecondition(f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}") from None
 
 
+def read_metadata(data: bytes | bytearray, where: Path | str = "checkpoint") -> dict[str, Any]:
+    """The metadata of a file's bytes, without its checksum being computed: for bytes that another reader verifies.
+
+    Raises ``FailedPrecondition``, which names ``where``, for a truncated file.
+    """
+    return _header(data, where)[0]
+
+
 def _views(data: bytearray, end: int) -> dict[str, Tensor] | None:
     """The tensors of a file as views of its bytes; None if one has a type that only the library has.
 
