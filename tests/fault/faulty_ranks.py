@@ -30,6 +30,7 @@ from torch import Tensor
 
 import hoop.engine.fault_tolerance.manager as engine_manager
 import hoop.engine.progress_reporter as engine_reporter
+import hoop.engine.setup as engine_setup
 import hoop.engine.trainer as engine_trainer
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext, group_id
@@ -38,6 +39,7 @@ from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserializ
 from hoop.engine.fault_tolerance.replication import Replicator
 from hoop.engine.job import Job, names_of
 from hoop.engine.profiler import InstructionProfiler
+from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.sharded_update import ShardedGradientReducer
 from hoop.engine.trainer import Trainer
@@ -61,6 +63,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "prepares": (engine_manager, "prepare"),
     "begins": (engine_trainer, "prepare"),
     "collects": (engine_manager, "collect"),
+    "measures": (engine_setup, "measure_lateness"),
+    "rehearses": (ResidentRole, "advance"),
 }
 """Functions of the engine at whose call a rank can die or wait, by the name of the place."""
 

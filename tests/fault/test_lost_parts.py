@@ -63,6 +63,26 @@ def test_a_lost_part_is_recovered(strategy: str, size: int, faults: list[Fault])
     check_lost(strategy, size, faults)
 
 
+MEASURING = {
+    "data": ("data", "shm", "cpu", Fault(2, "measures")),
+    "data, over TCP": ("data", "tcp", "cpu", Fault(2, "measures")),
+    "data on a GPU": ("data", "shm", "emulated", Fault(2, "rehearses", 2)),
+    "data on a GPU, over TCP": ("data", "tcp", "emulated", Fault(2, "rehearses", 2)),
+    "pipeline": ("pipeline:1f1b", "shm", "cpu", Fault(2, "measures")),
+}
+
+
+@pytest.mark.parametrize(("strategy", "scheme", "kind", "fault"), MEASURING.values(), ids=MEASURING)
+def test_a_rank_dies_while_the_ranks_measure(strategy: str, scheme: str, kind: str, fault: Fault) -> None:
+    """The others have set up already, and set up again: with the first weights, in memory that is free."""
+    wanted = settings(strategy, **EPOCH, accelerator=kind)
+    results = run_with_faults(3, wanted, JOBS["normed"], [fault], scheme=scheme)
+    found = [results[rank].outcome for rank in sorted(results)]
+    assert len(found) == 2
+    assert not differing(tensors_in(checkpoint(found)), alone("normed", tuple(EPOCH.items())))
+    check_events([one.events for one in found], alone_losses("normed", tuple(EPOCH.items())))
+
+
 @pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("strategy", "size", "faults"),

@@ -160,16 +160,16 @@ class Trainer:
             self._check_early_stop()
         if self._sharded is not None:
             self._sharded.start(tensors, self._done, context.size)
-        earlier = EarlierSetup(model)
         try:
-            setup = prepare(context, settings, job, self._data, self._vectors, earlier)
+            setup = prepare(context, settings, job, self._data, self._vectors, EarlierSetup(model))
         except PeerError as error:
             self._setup_error = error  # ``train`` recovers from it as from any other loss
             self._first_tensors, self._first_size = tensors, context.size
             if self._sharded is not None:
                 return
             self._vectors.free()  # a data parallel rank needs no other rank to set up
-            setup = prepare(single_rank(context), settings, job, self._data, self._vectors, earlier)
+            # Not with ``model``: its parameters may be in the memory that was freed.
+            setup = prepare(single_rank(context), settings, job, self._data, self._vectors)
         if self._sharded is None and not setup.strategy.replicated:
             self._shard_update().start(tensors, self._done, context.size)
         self._use_setup(setup)

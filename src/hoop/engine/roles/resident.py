@@ -336,3 +336,4 @@ class ResidentRole(RankRole):
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a CUDA error every call fails with it
             self._drop_steps()
+        self._vectors.free()
