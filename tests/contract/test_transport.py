@@ -300,6 +300,31 @@ def test_after_an_abort_every_call_raises_its_error(pair: Pair) -> None:
         assert raised.value is reason
 
 
+def test_a_rank_that_does_not_use_its_links_sees_that_a_peer_is_lost(pair: Pair) -> None:
+    zero, one = pair
+    connect(pair)
+    zero.raise_failure()
+    send_and_flush(one, 0, b"not a failure")
+    zero.raise_failure()
+    assert receive(zero, 1, 13) == b"not a failure"
+    one.close()
+
+    def look_until(deadline: float) -> None:
+        while time.monotonic() < deadline:
+            zero.raise_failure()
+
+    with pytest.raises(PeerLost, match="rank 0: rank 1 at "):
+        look_until(deadline_in())
+
+
+def test_an_abort_is_the_failure_that_is_raised(pair: Pair) -> None:
+    reason = MembershipChanged("generation 2 begins")
+    pair[0].abort(reason)
+    with pytest.raises(MembershipChanged) as raised:
+        pair[0].raise_failure()
+    assert raised.value is reason
+
+
 def test_close_wakes_a_waiting_thread(transports: list[Transport]) -> None:
     for generation in range(1, 51):
         zero, one = endpoints_of(transports, generation=generation)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import LONG_S, checkpoint, tensors_in, train
+from gloo_group import open_gloo_group
 from small_jobs import JOBS, alone, settings
 from torch import Tensor
 
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
+from hoop.engine.stage import peer_row_selection
 from hoop.engine.stage.resident_state import ResidentStageState, StateCopy
 from hoop.errors import InvalidArgument
 
@@ -68,6 +70,17 @@ def test_emulated_with_momentum_clipping_and_micro_batches(scheme: str) -> None:
     expected = tensors_in(checkpoint(train("shm", 1, settings("data", **changes), JOBS["convolved"])))
     emulated = settings("data", accelerator="emulated", **changes)
     assert_same(tensors_in(checkpoint(train(scheme, 3, emulated, JOBS["convolved"]))), expected)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_emulated_gpus_that_exchange_their_rows_give_the_bits_of_the_cpu(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over Gloo, with the code that GPUs of several hosts use over NCCL."""
+    monkeypatch.setattr(peer_row_selection, "open_group", open_gloo_group)
+    monkeypatch.setattr(peer_row_selection, "StagedRows", None)  # the rows are not summed on the host
+    found = train("tcp", devices, settings("data", accelerator="emulated"), JOBS["normed"])
+    assert_same(tensors_in(checkpoint(found)), alone("normed"))
 
 
 def test_channels_last_gives_the_same_bits_on_any_number_of_devices() -> None:

@@ -41,6 +41,7 @@ from hoop.engine.job import Job, names_of
 from hoop.engine.profiler import InstructionProfiler
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
+from hoop.engine.stage.device_group import DeviceGroup
 from hoop.engine.stage.sharded_update import ShardedGradientReducer
 from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
@@ -65,6 +66,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "collects": (engine_manager, "collect"),
     "measures": (engine_setup, "measure_lateness"),
     "rehearses": (ResidentRole, "advance"),
+    "exchanges": (DeviceGroup, "start_all_to_all"),
+    "shares": (DeviceGroup, "start_all_gather"),
 }
 """Functions of the engine at whose call a rank can die or wait, by the name of the place."""
 

@@ -16,6 +16,7 @@ PUBLIC = (
     "fault_injection",
     "hybrid",
     "inproc",
+    "interfaces",
     "port_check",
     "registry",
     "shm_endpoint",

@@ -138,6 +138,14 @@ class Endpoint(ABC):
         """Reports this rank's error to every rank that takes part in the same collective, or will."""
 
     @abstractmethod
+    def raise_failure(self) -> None:
+        """Raises the error of this endpoint if it was aborted, or if it can see that a peer is lost; does not wait.
+
+        For a rank that waits for something else than its links. A peer that has sent a message and then closed may
+        be seen only when the message is received.
+        """
+
+    @abstractmethod
     def abort(self, error: HoopError) -> None:
         """Makes the current wait, and every later call, raise ``error``."""
 

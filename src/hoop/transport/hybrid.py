@@ -209,6 +209,11 @@ class HybridEndpoint(SpanningEndpoint):
         cause = next((reason for reason in reasons if reason and reason not in str(error)), "")
         return PeerLost(f"{error}; {cause}") if cause else error
 
+    def raise_failure(self) -> None:
+        for links in (self._local, self._links):
+            if links is not None:
+                links.endpoint.raise_failure()
+
     def abort(self, error: HoopError) -> None:
         if self.local is not None:
             # The other ranks of this host will see this rank as lost; this gives them the original cause.

@@ -187,6 +187,14 @@ class InprocEndpoint(Endpoint):
 
     # ---- closing
 
+    def raise_failure(self) -> None:
+        with _BOARD.changed:
+            if (error := self._current_error()) is not None:
+                raise error
+            for peer in range(self.size):
+                if self._key(peer) in _BOARD.closed:
+                    raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links")
+
     def abort(self, error: HoopError) -> None:
         with _BOARD.changed:
             self._error = self._error or error

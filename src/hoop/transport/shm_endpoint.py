@@ -495,6 +495,10 @@ class ShmEndpoint(SharedEndpoint):
             f"(communicator {self.communicator}, generation {self.generation})"
         )
 
+    def raise_failure(self) -> None:
+        if self._failed:
+            raise self._error or self._peer_lost(next(iter(self._lost_peers)))
+
     def abort(self, error: HoopError) -> None:
         self._error = self._error or error
         self._set_failed()

@@ -742,6 +742,18 @@ class TcpEndpoint(Endpoint):
             link.wait_for_reply(_CLOSING_FRAME_S)
         return self._lost(peer, error)
 
+    def raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+        with self._busy:
+            for peer, outgoing in list(self._outgoing.items()):
+                outgoing.read_replies()
+                if outgoing.closed_by_peer and not outgoing.retransmit_requested:
+                    raise self._lost(peer, None)
+            for peer, incoming in list(self._incoming.items()):
+                if incoming.at_end():
+                    raise self._lost(peer, None)
+
     def abort(self, error: HoopError) -> None:
         self._error = self._error or error
         self._lanes.stop()

@@ -251,6 +251,17 @@ class IncomingLink:
         self._stop += got
         return got
 
+    def at_end(self) -> bool:
+        """Whether the peer has closed the connection and every byte was read; reads none, and does not wait."""
+        if self.buffered:
+            return False
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
     def take(self, limit: int) -> memoryview:
         """At most ``limit`` bytes that were read ahead, valid until the next ``read_ahead``."""
         taken = self._buffer[self._start : min(self._start + limit, self._stop)]

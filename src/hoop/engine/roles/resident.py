@@ -35,7 +35,8 @@ from hoop.engine.fault_tolerance.checkpoint import named_tensors
 from hoop.engine.job import names_of
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole
-from hoop.engine.stage.peer_rows import SETS, PeerRows, open_peer_rows
+from hoop.engine.stage.peer_row_selection import open_peer_rows
+from hoop.engine.stage.peer_rows import SETS, PeerRows
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.resident_step import BatchLoader, ResidentStep, StepInputs
@@ -330,8 +331,8 @@ class ResidentRole(RankRole):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that a step reads from other ranks."""
-        return self._peers.bytes_per_step if self._peers is not None else 0
+        """Bytes that the kernels of a step read from other ranks; 0 where ``meet`` brings them."""
+        return self._peers.bytes_per_step if self._peers is not None and self._peers.captured else 0
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a CUDA error every call fails with it

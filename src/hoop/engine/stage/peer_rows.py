@@ -7,8 +7,11 @@ and no rank waits for the sum of another.
     ranks                                rows of another rank are read from
     one rank                             (there are none)
     one host, CUDA     IpcRows           its GPU memory, mapped through CUDA IPC
-    one host, emulated SharedRows        its arena, which is shared memory
+    one host, emulated MappedRows        its arena, which is shared memory
+    else, NCCL         ExchangedRows     (not read: ranks exchange slices of their nodes and of the total over NCCL)
     else               StagedRows        rows are copied to the host, and summed by ``OrderedAllReduce``
+
+``peer_row_selection.py`` chooses.
 
 There are two sets of rows, used in turn. A rank writes a set again two steps later, after it has met ranks that have
 read it, so one ``meet`` a step is enough.
@@ -24,14 +27,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hoop.collectives.communicator import Communicator, all_gather_object
+from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.reduction import Array
 from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, sum_expression
-from hoop.engine.stage.resident_state import ResidentStageState
+from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.state import StateVectors
-from hoop.errors import HoopError
-from hoop.memory.cuda_arena import CudaArena, SharedBlock
+from hoop.memory.cuda_arena import CudaArena
 from hoop.transport.base import SharedEndpoint
 
 SETS = 2
@@ -140,20 +142,20 @@ class StagedRows(PeerRows):
         communicator: Communicator,
         plans: Sequence[MergePlan],
         shards: int,
-        state: ResidentStageState,
+        count: int,
+        accelerator: Accelerator,
         vectors: StateVectors,
         deadline: float,
     ) -> None:
-        """Collective."""
+        """Collective. ``count``: elements of a row."""
         mine = plans[communicator.rank]
-        count = state.layout.total
-        self.own = torch.zeros(SETS, len(mine.order), count, device=state.accelerator.device)
+        self.own = torch.zeros(SETS, len(mine.order), count, device=accelerator.device)
         self._nodes = [(slot, mine.order.index(node.low)) for node, slot in mine.nodes]
-        self._host = state.accelerator.pinned_buffer(count)
+        self._host = accelerator.pinned_buffer(count)
         self._slots: Array = vectors.new("staged.slots", mine.slots * count).reshape(mine.slots, count)
         self._total: Array = vectors.new("staged.total", count)
         self._reduce = OrderedAllReduce(communicator, plans, shards, self._slots, self._total, deadline)
-        self._accelerator = state.accelerator
+        self._accelerator = accelerator
 
     def meet(self, number: int, deadline: float) -> float:
         for slot, row in self._nodes:
@@ -165,76 +167,3 @@ class StagedRows(PeerRows):
 
     def sum_into(self, total: Tensor, number: int) -> None:
         total.copy_(self._host, non_blocking=True)
-
-
-def open_peer_rows(
-    communicator: Communicator,
-    plans: Sequence[MergePlan],
-    shards: int,
-    state: ResidentStageState,
-    vectors: StateVectors,
-    deadline: float,
-    timeout: float,
-) -> PeerRows:
-    """Collective. Chooses the way in which these ranks read each other's rows; the same at all of them."""
-    count = state.layout.total
-    if isinstance(communicator.endpoint, SharedEndpoint):
-        rows = (
-            _map_over_ipc(communicator, plans, state, timeout)
-            if state.accelerator.cuda
-            else _map_arenas(communicator, plans, count, vectors, deadline)
-        )
-        if isinstance(rows, list):
-            return MappedRows(communicator, plans, shards, rows)
-        if rows is not None:
-            return IpcRows(communicator, plans, shards, *rows)
-    return StagedRows(communicator, plans, shards, state, vectors, deadline)
-
-
-def _map_arenas(
-    communicator: Communicator, plans: Sequence[MergePlan], count: int, vectors: StateVectors, deadline: float
-) -> list[Tensor] | None:
-    """Rows in the ranks' arenas, which are shared memory; None if not all ranks can map them."""
-    mine = plans[communicator.rank]
-    own = vectors.new("rows", SETS * len(mine.order) * count)
-    preparing = communicator.call(f"map rows of {count} elements")
-    unused = vectors.new("rows.unused", 1)
-    mapped = communicator.map_peer_buffers(own, unused, deadline, preparing)
-    if mapped is None:
-        return None
-    return [
-        torch.from_numpy(rows).view(SETS, len(plan.order), count) for rows, plan in zip(mapped[0], plans, strict=True)
-    ]
-
-
-def _map_over_ipc(
-    communicator: Communicator, plans: Sequence[MergePlan], state: ResidentStageState, timeout: float
-) -> tuple[list[Tensor], list[CudaArena]] | None:
-    """Rows on the ranks' GPUs; None if one of them cannot map another's."""
-    mine, count, accelerator = plans[communicator.rank], state.layout.total, state.accelerator
-    own = accelerator.vector("rows", SETS * len(mine.order) * count)
-    accelerator.synchronize()
-    assert accelerator.arena is not None, "vector() made it"
-    block = accelerator.arena.share()
-    offset = accelerator.arena.offset(own.data_ptr()) if own.numel() else 0
-    blocks = all_gather_object(communicator, [block.handle, block.capacity, offset], timeout)
-    rows: list[Tensor] = []
-    arenas: list[CudaArena] = []
-    problem = ""
-    try:
-        for rank, (handle, capacity, start) in enumerate(blocks):
-            size = SETS * len(plans[rank].order) * count
-            if rank == communicator.rank:
-                rows.append(own.view(SETS, len(mine.order), count))
-                continue
-            arenas.append(CudaArena.attach(SharedBlock(handle, capacity)))
-            address = arenas[-1].at(start, 4 * size)
-            rows.append(accelerator.tensor_at(address, size).view(SETS, len(plans[rank].order), count))
-    except HoopError as error:
-        problem = str(error)
-    if any(all_gather_object(communicator, problem, timeout)):
-        rows.clear()
-        for arena in arenas:
-            arena.close()
-        return None
-    return rows, arenas
