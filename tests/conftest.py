@@ -10,7 +10,6 @@ import atexit
 import functools
 import gc
 import os
-import re
 import shutil
 import struct
 import tempfile
@@ -137,18 +136,24 @@ def socket_names() -> dict[str, str]:
     return names
 
 
+OURS = ("hoop-", "sem.hoop-")
+"""How the names of Hoop's shared memory, named semaphores and temporary files begin."""
 SOCKET_NAMES: dict[str, str] = {}
 """By inode, the names of sockets that are open: to read the kernel's tables takes 4 ms, and each test looks twice."""
 
 
-def sockets() -> dict[Hashable, str]:
-    """Sockets that this process has open."""
-    inodes: set[str] = set()
-    for link in Path("/proc/self/fd").glob("*"):
+def descriptors() -> Iterator[str]:
+    """What this process's descriptors refer to."""
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         try:
-            inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+            yield os.readlink(f"/proc/self/fd/{number}")
         except OSError:  # the descriptor that lists the folder
             continue
+
+
+def sockets() -> dict[Hashable, str]:
+    """Sockets that this process has open."""
+    inodes = {link[len("socket:[") : -1] for link in descriptors() if link.startswith("socket:[")}
     for closed in SOCKET_NAMES.keys() - inodes:
         del SOCKET_NAMES[closed]
     if unnamed := inodes - SOCKET_NAMES.keys():
@@ -164,10 +169,9 @@ def sockets() -> dict[Hashable, str]:
 
 def files() -> dict[Hashable, str]:
     """Shared memory, named semaphores and temporary files of Hoop."""
-    folders = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    patterns = ("hoop-*", "sem.hoop-*")
-    found = (path for folder in folders for pattern in patterns for path in folder.glob(pattern))
-    return {str(path): f"file {path}" for path in found}
+    folders = [folder for folder in {"/dev/shm", tempfile.gettempdir()} if os.path.isdir(folder)]
+    found = (f"{folder}/{name}" for folder in folders for name in os.listdir(folder) if name.startswith(OURS))
+    return {path: f"file {path}" for path in found}
 
 
 def is_foreign(path: str) -> bool:
