@@ -134,6 +134,9 @@ class TaskStage(StrEnum):
     ACTIVE = "active"
 
 
+_LOADING, _READY, _ACTIVE = TaskStage.LOADING, TaskStage.READY, TaskStage.ACTIVE  # a class is slower to ask
+
+
 @dataclass(frozen=True)
 class TaskView:
     """The job's task on one device, as the coordinator sees it."""
@@ -226,7 +229,8 @@ def advance(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
     job, first = _record(job, event, cluster, now)
     job, invited = _invite_idle(job, cluster, now)
     job, then = _decide(_with_desertion(job, cluster, now), cluster, now)
-    for device_id in [key for key, when in job.invite_again.items() if when <= now and not job.over]:
+    due = [key for key, when in job.invite_again.items() if when <= now and not job.over] if job.invite_again else ()
+    for device_id in due:
         job = replace(job, invite_again={key: at for key, at in job.invite_again.items() if key != device_id})
         job, more = _invite_if_room(job, cluster, device_id, now)
         then += more
@@ -450,6 +454,8 @@ def _departing(job: JobView, cluster: State, now: float) -> tuple[int, ...]:
 
     Where the state is partitioned, one at a time: the next one may hold its replica.
     """
+    if not job.leaving:
+        return ()
     members = active(job, cluster)
     asked = [key for key in members if key in job.leaving]
     if not asked or len(asked) == len(members):  # (a)
@@ -471,6 +477,8 @@ def _needs_loading(job: JobView, cluster: State) -> bool:
 
 def _with_desertion(job: JobView, cluster: State, now: float) -> JobView:
     """The job, with ``deserted`` set if all members want to leave now and no device can take over."""
+    if not job.leaving and not job.deserted:
+        return job
     members = active(job, cluster)
     if job.finding or not members:
         return job
@@ -635,10 +643,13 @@ def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handov
 
 def loading(job: JobView, cluster: State) -> dict[int, float]:
     """Devices that load the job and can take a rank after that, and since when they load it."""
+    found = _at_stage(job, cluster, job.tasks, _LOADING)
+    if not found:
+        return {}
     out = cluster.link_faults_of(job.id).evicted_until
     return {
         key: job.tasks[key].since
-        for key in _at_stage(job, cluster, job.tasks, TaskStage.LOADING)
+        for key in found
         if _can_take_part(job, cluster.members[key]) and key not in out and key not in job.leaving
     }
 
@@ -656,6 +667,8 @@ def _wait_of_leavers(job: JobView, cluster: State, now: float) -> HandoverStage:
 def _announce_loading(job: JobView, cluster: State, now: float) -> Result:
     """Announces, now and then, that the job waits for devices which are loading it."""
     found = {} if job.over else loading(job, cluster)
+    if not found and job.next_notice is None:
+        return job, ()
     if found and not _needs_loading(job, cluster) and _wait_of_leavers(job, cluster, now) != HandoverStage.LOADING:
         returned = _may_return(job, cluster) if job.grace_until is not None else frozenset()
         found = {key: since for key, since in found.items() if key in returned}
@@ -683,19 +696,23 @@ def _stage(job: JobView, device_id: int, incarnation: str) -> TaskStage | None:
 
 def active(job: JobView, cluster: State) -> list[int]:
     """The members of the newest generation whose tasks run."""
-    return _at_stage(job, cluster, cluster.communicator(job.id).members, TaskStage.ACTIVE)
+    return _at_stage(job, cluster, cluster.communicator(job.id).members, _ACTIVE)
 
 
 def _ready(job: JobView, cluster: State) -> list[int]:
     """Devices that wait for their first rank and can get one."""
+    found = _at_stage(job, cluster, job.tasks, _READY)
+    if not found:
+        return []
     out = cluster.link_faults_of(job.id).evicted_until
-    found = _at_stage(job, cluster, job.tasks, TaskStage.READY)
     ready: list[int] = []
     for key in sorted(key for key in found if key not in out and key not in job.leaving):
         if _can_take_part(job, cluster.members[key]) and not _cut_off(job, cluster, key, ready):
             ready.append(key)
+    if not job.most:
+        return ready
     stay = sum(key not in job.leaving for key in active(job, cluster))
-    return ready[: max(0, job.most - stay)] if job.most else ready
+    return ready[: max(0, job.most - stay)]
 
 
 def _remaining(job: JobView, cluster: State) -> list[int]:
@@ -743,10 +760,10 @@ def _at_stage(job: JobView, cluster: State, device_ids: Iterable[int], stage: Ta
     return [
         key
         for key in device_ids
-        if key in tasks
-        and tasks[key].stage == stage
-        and key in members
-        and tasks[key].incarnation == members[key].info.incarnation
+        if (task := tasks.get(key)) is not None
+        and task.stage is stage
+        and (member := members.get(key)) is not None
+        and task.incarnation == member.info.incarnation
     ]
 
 

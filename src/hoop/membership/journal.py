@@ -33,7 +33,13 @@ from hoop.wire.job_settings import check_settings
 
 def joined_record(info: DeviceInfo) -> m.Record:
     """A device joined."""
-    return m.Record({"kind": "device_joined", "info": asdict(info)})
+    return m.Record(joined_entry(info))
+
+
+def joined_entry(info: DeviceInfo) -> dict[str, object]:
+    """The journal entry of a device: what ``dataclasses.asdict`` makes of it, which takes much longer."""
+    fields = {key: vars(value).copy() if isinstance(value, Address) else value for key, value in vars(info).items()}
+    return {"kind": "device_joined", "info": fields}
 
 
 def lost_record(member: Member) -> m.Record:
@@ -176,7 +182,7 @@ def snapshot(state: State) -> list[Entry]:
     """The shortest list of entries that replays to this state."""
     entries: list[Entry] = []
     for member in state.members.values():
-        entries.append({"kind": "device_joined", "info": asdict(member.info)})
+        entries.append(joined_entry(member.info))
         if not member.usable:
             entries.append(lost_record(member).entry)
     if state.next_communicator > 1:

@@ -82,6 +82,9 @@ class Health(StrEnum):
     LEFT = "left"
 
 
+_USABLE = (Health.ALIVE, Health.SUSPECT)
+
+
 class OperationOutcome(StrEnum):
     """The outcome of a communicator's latest operation."""
 
@@ -106,7 +109,7 @@ class Member:
 
     @property
     def usable(self) -> bool:
-        return self.health in (Health.ALIVE, Health.SUSPECT)
+        return self.health in _USABLE
 
     @property
     def available(self) -> bool:
