@@ -17,10 +17,11 @@ Raises ``Violation`` if an invariant does not hold:
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from hoop.errors import HoopError, MembershipChanged
@@ -41,6 +42,8 @@ JOB = 1
 STEPS = 6
 STEP_S = 0.3
 PIECES = 5
+PARTITIONED = {f"p{n}": 1 for n in range(PIECES)}
+UNPARTITIONED = {WHOLE.name: 1}
 CALL_S = 5.0
 GRACE_S = 60.0
 BOUND_S = 300.0
@@ -80,6 +83,11 @@ class Setup:
     loading_s: float = 0.0
     """If partitioned: how long the first ranks load the job, at most. They have no state before all have loaded it."""
 
+    @property
+    def whole(self) -> dict[str, int]:
+        """The number of elements of each piece of the state."""
+        return PARTITIONED if self.partitioned else UNPARTITIONED
+
 
 @dataclass
 class Operation:
@@ -89,6 +97,11 @@ class Operation:
     entered: dict[int, Any] = field(default_factory=dict)
     waiting: dict[int, Callable[[dict[int, Any] | None], None]] = field(default_factory=dict)
     failed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all members have entered."""
+        return len(self.entered) == len(self.members)
 
 
 @cache
@@ -109,7 +122,7 @@ class Device:
 
     def __init__(self, run: Run, number: int, arena: dict[int, set[SliceSpec]] | None) -> None:
         self.run, self.number = run, number
-        self.incarnation = f"{number}.{run.next_number()}"
+        self.incarnation = f"{number}.{next(run.numbers)}"
         self.alive, self.paused, self.member = True, False, False
         self.deferred: list[Callable[[], None]] = []
         """Actions deferred while the process is paused."""
@@ -132,16 +145,14 @@ class Device:
 
     def run_after(self, delay: float, action: Callable[[], None]) -> None:
         """Runs the action on this process after a delay, unless it is dead; a paused process runs it on resume."""
+        self.run.schedule(delay, partial(self.run_now, action))
 
-        def now() -> None:
-            if not self.alive:
-                return
-            if self.paused:
-                self.deferred.append(action)
-            else:
-                action()
-
-        self.run.schedule(delay, now)
+    def run_now(self, action: Callable[[], None]) -> None:
+        """Runs the action on this process now, unless it is dead; a paused process runs it on resume."""
+        if self.paused:
+            self.deferred.append(action)
+        elif self.alive:
+            action()
 
     def resume(self) -> None:
         self.paused = False
@@ -161,7 +172,9 @@ class Device:
             return self.live
         return self.arena
 
-    def describe(self) -> DeviceInfo:
+    @cached_property
+    def info(self) -> DeviceInfo:
+        """The description with which it joins."""
         return DeviceInfo(
             self.number,
             Address("127.0.0.1", 4000 + self.number),
@@ -178,10 +191,8 @@ class Device:
 
     def heartbeat(self) -> None:
         run = self.run
-        if self.member:
-            run.send(self.number, 0, lambda: run.receive_heartbeat(self))
-        else:
-            run.send(self.number, 0, lambda: run.receive_join(self))
+        handle = run.handle_heartbeat if self.member else run.handle_join
+        run.send(self.number, 0, partial(run.on_coordinator_now, partial(handle, self)))
         self.run_after(CONFIG.heartbeat_s, self.heartbeat)
 
     def answered(self, known: bool) -> None:
@@ -333,14 +344,13 @@ class Device:
                 else:
                     then(payloads)
 
-        self.run.enter(self, name, payload, lambda payloads: self.run_after(0.0, lambda: finished(payloads)))
+        self.run.enter(self, name, payload, lambda payloads: self.run_now(lambda: finished(payloads)))
 
     def _agreed(self, statuses: dict[int, RankStatus]) -> None:
         assert self.task is not None
         members = self.members
-        whole = {WHOLE.name: 1} if not self.run.setup.partitioned else {f"p{n}": 1 for n in range(PIECES)}
         try:
-            plan = agree([statuses[number] for number in members], whole)
+            plan = agree([statuses[number] for number in members], self.run.setup.whole)
         except StateLost as lost:
             self.fail(0, str(lost))
             return
@@ -381,20 +391,19 @@ class Device:
             self.emit("recovered", generation=self.task.taken)
         self._train()
 
-    def _pieces(self, members: tuple[int, ...]) -> tuple[set[SliceSpec], set[SliceSpec]]:
+    def _pieces(self, members: tuple[int, ...]) -> tuple[frozenset[SliceSpec], frozenset[SliceSpec]]:
         """Returns its own pieces of the state in this partition, and those of which it holds a replica."""
         setup = self.run.setup
-        own, replicas = pieces_of_rank(members.index(self.number), len(members), setup.pipelines, setup.replicas)
-        return set(own), set(replicas)
+        return pieces_of_rank(members.index(self.number), len(members), setup.pipelines, setup.replicas)
 
     def _keep_state(self, done: int, members: tuple[int, ...]) -> None:
         """Keeps the state after this step, and discards older state that it could provide."""
         if self.run.setup.partitioned:
             own, replicas = self._pieces(members)
-            self.live = {done: own | replicas}
+            self.live = {done: {*own, *replicas}}
             if self.run.setup.arenas:  # copies of its own part after the last two steps
                 kept = sorted(self.arena)[-1:]
-                self.arena = {step: self.arena[step] for step in kept if step != done} | {done: own}
+                self.arena = {step: self.arena[step] for step in kept if step != done} | {done: set(own)}
         else:
             self.live = {done: {WHOLE}}
             if self.run.setup.arenas:
@@ -449,7 +458,7 @@ class Run:
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.setup, self.random = setup, rng
-        self.now, self._count = 100.0, 0
+        self.now, self.numbers = 100.0, itertools.count(1)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self.start = self.now
         self.cuts: set[tuple[int, int]] = set()
@@ -477,7 +486,7 @@ class Run:
         self._busy = False
         for number in range(1, setup.devices + 1):
             self.devices[number] = Device(self, number, None)
-            self._apply(m.Joined(self.devices[number].describe(), self.now))
+            self._apply(m.Joined(self.devices[number].info, self.now))
             self.devices[number].member = True
             self.devices[number].run_after(self.random.uniform(0, CONFIG.heartbeat_s), self.devices[number].heartbeat)
         self._start_coordinator()
@@ -488,12 +497,8 @@ class Run:
 
     # ---- time and messages
 
-    def next_number(self) -> int:
-        self._count += 1
-        return self._count
-
     def schedule(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + delay, self.next_number(), action))
+        heapq.heappush(self._queue, (self.now + delay, next(self.numbers), action))
 
     def run_to_end(self) -> str:
         while not self.outcome:
@@ -540,16 +545,18 @@ class Run:
         assert device.task is not None
         generation = device.task.taken
         members = self.generations[generation]
-        operation = self.operations.setdefault((generation, name), Operation(members))
+        operation = self.operations.get((generation, name))
+        if operation is None:
+            operation = self.operations[generation, name] = Operation(members)
         operation.entered[device.number] = payload
         if operation.failed:
             self.schedule(self.random.uniform(0, 0.05), lambda: then(None))
             return
         operation.waiting[device.number] = then
-        gone = [key for key in members if self._has_left(key, generation) and key not in operation.entered]
-        if gone:
-            self._fail(operation, gone[0])
-        elif set(operation.entered) == set(members):
+        absent = (key for key in members if key not in operation.entered and self._has_left(key, generation))
+        if (gone := next(absent, None)) is not None:
+            self._fail(operation, gone)
+        elif operation.complete:
             self._complete(operation)
 
     def _has_left(self, number: int, generation: int) -> bool:
@@ -566,8 +573,8 @@ class Run:
 
     def _complete(self, operation: Operation) -> None:
         """All members have entered. Each completes at its own time; one with a cut link stalls."""
-        pairs = [(a, b) for a in operation.members for b in operation.members if a < b and not self._reaches(a, b)]
-        stuck = {key for pair in pairs for key in pair}
+        pairs = self.cuts and itertools.combinations(operation.members, 2)
+        stuck = {key for pair in pairs if not self._reaches(*pair) for key in pair}
 
         def arrive(then: Callable[[dict[int, Any] | None], None]) -> None:
             then(dict(operation.entered))
@@ -592,7 +599,7 @@ class Run:
                 generation = device.task.taken if device.task else 0
                 self.send(number, 0, lambda: self._link_reported(generation, number, peer))
                 device.run_after(0.5, complain)
-            elif set(operation.entered) == set(operation.members):
+            elif operation.complete:
                 self._complete(operation)
 
         device.run_after(0.5, complain)
@@ -625,16 +632,19 @@ class Run:
 
     def on_coordinator(self, delay: float, action: Callable[[], None]) -> None:
         """Runs the action on the coordinator after a delay, unless its process was restarted; a pause defers it."""
-        process = self.coordinator_process
+        self.schedule(delay, partial(self._on_process, self.coordinator_process, action))
 
-        def now() -> None:
-            if self.coordinator_process == process:
-                self._deferred_calls.append(action) if self.paused else action()
+    def on_coordinator_now(self, action: Callable[[], None]) -> None:
+        """Runs the action on the coordinator now, unless none runs; a pause defers it."""
+        if self.coordinator_process:
+            self._on_process(self.coordinator_process, action)
 
-        self.schedule(delay, now)
+    def _on_process(self, process: int, action: Callable[[], None]) -> None:
+        if self.coordinator_process == process:
+            self._deferred_calls.append(action) if self.paused else action()
 
     def _tick(self, process: int) -> None:
-        self.on_coordinator(0.25, lambda: self._tick(process))
+        self.on_coordinator(0.25, partial(self._tick, process))
         self._apply(m.Tick(self.now))
 
     def _apply(self, message: m.MembershipEvent) -> None:
@@ -642,10 +652,11 @@ class Run:
             self.state, instructions = step(self.state, message)
         except HoopError:
             return
-        self.journal += [instruction.entry for instruction in instructions if isinstance(instruction, m.Record)]
         arrived = []
         for instruction in instructions:
             match instruction:
+                case m.Record():
+                    self.journal.append(instruction.entry)
                 case m.Probe(device_id):
                     self._probe(device_id)
                 case m.Stop():
@@ -664,33 +675,25 @@ class Run:
     def _abort(self, number: int, generation: int) -> None:
         device = self.devices[number]
         if self.state.members[number].usable:
-            self.send(0, number, lambda: device.run_after(0.0, lambda: device.abort(generation)))
+            self.send(0, number, partial(device.run_now, partial(device.abort, generation)))
 
     def _probe(self, number: int) -> None:
         device, info = self.devices[number], self.state.members[number].info
         if not device.alive and self._reaches(0, number):
             self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, info.incarnation, "refused")))
 
-    def receive_heartbeat(self, device: Device) -> None:
-        def handle() -> None:
-            known = True
-            try:
-                self.state, _ = step(self.state, m.Heartbeat(device.number, device.incarnation, self.now))
-            except MembershipChanged:
-                known = False
-            self.send(0, device.number, lambda: device.run_after(0.0, lambda: device.answered(known)))
+    def handle_heartbeat(self, device: Device) -> None:
+        known = True
+        try:
+            self.state, _ = step(self.state, m.Heartbeat(device.number, device.incarnation, self.now))
+        except MembershipChanged:
+            known = False
+        self.send(0, device.number, partial(device.run_now, partial(device.answered, known)))
 
-        if self.coordinator_process:
-            self.on_coordinator(0.0, handle)
-
-    def receive_join(self, device: Device) -> None:
-        def handle() -> None:
-            self._apply(m.Joined(device.describe(), self.now))
-            known = self.state.members[device.number].info.incarnation == device.incarnation
-            self.send(0, device.number, lambda: device.run_after(0.0, lambda: device.answered(known)))
-
-        if self.coordinator_process:
-            self.on_coordinator(0.0, handle)
+    def handle_join(self, device: Device) -> None:
+        self._apply(m.Joined(device.info, self.now))
+        known = self.state.members[device.number].info.incarnation == device.incarnation
+        self.send(0, device.number, partial(device.run_now, partial(device.answered, known)))
 
     def call(self, number: int, action: Callable[[Device], bool], then: Callable[[bool, bool], None]) -> None:
         """Calls a device; ``then`` gets whether it answered, and its answer. The call times out after ``CALL_S``."""
@@ -708,14 +711,14 @@ class Run:
         def arrived() -> None:
             device = self.devices[number]
             if not device.alive or device.incarnation != incarnation:
-                self.send(number, 0, lambda: self.on_coordinator(0.0, lambda: done(False, False)))
+                self.send(number, 0, partial(self.on_coordinator_now, partial(done, False, False)))
                 return
 
             def work() -> None:
                 ok = action(device)
-                self.send(number, 0, lambda: self.on_coordinator(0.0, lambda: done(True, ok)))
+                self.send(number, 0, partial(self.on_coordinator_now, partial(done, True, ok)))
 
-            device.run_after(0.0, work)
+            device.run_now(work)
 
         if not self.state.members[number].usable:
             self.on_coordinator(0.0, lambda: then(False, False))
@@ -829,8 +832,7 @@ class Run:
         self.call(number, start, answered)
 
     def _link_reported(self, generation: int, number: int, peer: int) -> None:
-        if self.coordinator_process:
-            self.on_coordinator(0.0, lambda: self._apply(m.Complained(JOB, generation, number, peer, self.now)))
+        self.on_coordinator_now(lambda: self._apply(m.Complained(JOB, generation, number, peer, self.now)))
 
     # ---- events of tasks
 
@@ -851,8 +853,7 @@ class Run:
                 self._process_event(device, *device.log[index])
 
         def arrive(index: int) -> None:
-            if self.coordinator_process:
-                self.on_coordinator(0.0, lambda: process_event(index))
+            self.on_coordinator_now(lambda: process_event(index))
 
         if self.coordinator_process and device.incarnation in self._processed:
             for index in range(self._processed[device.incarnation], len(device.log)):
@@ -903,13 +904,12 @@ class Run:
             return
         if self.outcome == "left":
             return
-        whole = {WHOLE.name: 1} if not self.setup.partitioned else {f"p{n}": 1 for n in range(PIECES)}
         held: dict[int, set[SliceSpec]] = {}
         for device in self.devices.values():
             for done, pieces in device.recoverable_state().items():
                 held.setdefault(done, set()).update(pieces)
         for done, pieces in held.items():
-            if {piece.name for piece in pieces} >= set(whole):
+            if {piece.name for piece in pieces} >= set(self.setup.whole):
                 raise Violation(f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}")
         first = [self.devices[number] for number in range(1, self.setup.devices + 1)]
         if all(device.alive and device.fresh_start and device.done == 0 for device in first):
