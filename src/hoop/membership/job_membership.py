@@ -761,7 +761,7 @@ def _at_stage(job: JobView, cluster: State, device_ids: Iterable[int], stage: Ta
         key
         for key in device_ids
         if (task := tasks.get(key)) is not None
-        and task.stage is stage
+        and task.stage == stage
         and (member := members.get(key)) is not None
         and task.incarnation == member.info.incarnation
     ]
