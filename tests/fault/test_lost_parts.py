@@ -202,6 +202,23 @@ def test_ranks_with_different_numbers_of_gradient_slots_finish_a_step_alike() ->
     check(results, alone(*reference), 3, alone_losses(*reference))
 
 
+def test_a_rank_that_joined_counts_the_batches_of_a_step_in_which_it_computes_nothing() -> None:
+    """It has run no forward then. Batch norm's number of batches is a part of the state."""
+    changes: dict[str, Any] = {**EPOCH, "shards": 13}
+    faults = [Fault(1, "instruction", 20, waits=True), Fault(0, "instruction", 45)]
+    results = run_with_faults(3, settings("data", **changes), JOBS["normed"], faults, joins=1)
+    reference = "normed", tuple(changes.items())
+    check(results, alone(*reference), 3, alone_losses(*reference))
+
+
+def test_a_rank_without_shards_counts_the_batches_too() -> None:
+    """It may be the only one that is left."""
+    changes: dict[str, Any] = {**EPOCH, "shards": 2, "balance": False}
+    results = run_with_faults(3, settings("data", **changes), JOBS["normed"], [Fault(0, "instruction", 30)])
+    reference = "normed", tuple(changes.items())
+    check(results, alone(*reference), 2, alone_losses(*reference))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "size", "fault"), OWNER_AND_HOLDER)
 def test_with_one_replica_the_same_losses_end_the_run(strategy: str, size: int, fault: Fault) -> None:

@@ -8,6 +8,7 @@ fail alike if the job cannot run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import socket
 import warnings
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hoop.collectives.communicator import all_gather_object
 from hoop.collectives.rank_context import RankContext
@@ -47,7 +48,7 @@ from hoop.engine.roles.sharded_data import ShardedDataRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator, select_accelerator
 from hoop.engine.stage.linear_chain import layers_of
-from hoop.engine.stage.state import StateVectors, shared_parameters
+from hoop.engine.stage.state import StageState, StateVectors, shared_parameters
 from hoop.engine.update_choice import check_can_shard, is_faster_sharded, may_choose
 from hoop.environment import mismatch, rounding_text, rounds_differently
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
@@ -225,6 +226,8 @@ def _prepare(
     )
     if (strategy.replicated or plan.sharded_update) and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
+    if (strategy.replicated or plan.sharded_update) and executor.stage_states[0].layout.counters:
+        _set_counter_increments(executor.stage_states[0], _sample(settings, data)[0])
     if resident:
         role: RankRole = ResidentRole(executor, data.train, vectors, sum(one.seconds for one in costs))
     else:
@@ -276,9 +279,34 @@ def _costs(
     costs = _known_costs(context, settings, earlier.costs) if earlier.resharding and accelerator is None else None
     if costs is not None:
         return costs
+    return _broadcast_costs(context, settings, _profile(blocks, _sample(settings, data), settings, accelerator))
+
+
+def _sample(settings: Settings, data: Splits) -> Batch:
+    """A micro-batch, to measure the model with."""
     rows = -(-settings.batch_size // settings.num_microbatches)
-    sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
-    return _broadcast_costs(context, settings, _profile(blocks, sample, settings, accelerator))
+    return data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
+
+
+def _set_counter_increments(state: StageState, inputs: Tensor) -> None:
+    """Data parallel: find out by how much a step advances counters, such as batch norm's number of batches.
+
+    A rank that computes no shard runs no forward that would tell it: there may be more ranks than shards, and a rank
+    that joined may have none of the step under way.
+    """
+    layout = state.layout
+    buffers, before = torch.from_numpy(state.state_array[layout.trained :]), [one.clone() for one in layout.counters]
+    kept = buffers.clone()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        functools.reduce(lambda values, block: block(values), state.blocks, inputs)
+    increments = [
+        torch.zeros_like(one) if one.dtype == torch.bool else one - start
+        for one, start in zip(layout.counters, before, strict=True)
+    ]
+    buffers.copy_(kept)
+    for one, start in zip(layout.counters, before, strict=True):
+        one.copy_(start)
+    state.set_counter_increments(increments)
 
 
 def _prepare_custom(

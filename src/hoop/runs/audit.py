@@ -94,6 +94,7 @@ class _History:
         self._order = SampleOrder(0, 1)
         self._by: dict[int, list[int]] = {}
         self._lost: list[int] = []
+        """Devices that were lost since the last recovery and are not back. One may be reported after its recovery."""
         self._taken: dict[int, tuple[list[int], list[int]]] = {}
         self._counts = np.zeros(0, np.int64)
         """How often each sample of the current epoch was used."""
@@ -108,6 +109,8 @@ class _History:
                 self._step(int(entry["step"]), list(entry["by"]), str(entry["fed"]))
             case "lost":
                 self._lost.append(int(entry["lost"]))
+            case "assigned":
+                self._lost = [one for one in self._lost if one not in entry["assigned"]]
             case "recovered":
                 if entry["missing"]:
                     self._taken[int(entry["recovered"])] = (list(entry["missing"]), self._lost)

@@ -3,6 +3,7 @@
     {"begin":0,"seed":0,"samples":60000,"batch_size":256,"micros":4,"data":"…","hash":"…"}   the run begins, or resumes
     {"step":1,"by":[1,1,2,3],"fed":"c41f09…","hash":"…"}      by shard: its device, its samples' fingerprint
     {"lost":2,"hash":"…"}                                     a device was lost
+    {"assigned":[1,3,2],"hash":"…"}                           these devices, by rank, train from now on
     {"recovered":17,"missing":[2],"hash":"…"}                 step 17 was finished; shard 2 was computed again
 
 The hash of a line covers the line and the hash before it. A checkpoint stores the hash of its step, so it names one

@@ -149,6 +149,8 @@ class RunRecorder:
                 )
             case ev.DeviceLost():
                 self._ledger.append([{"lost": event.device}])
+            case ev.Reassigned():
+                self._ledger.append([{"assigned": event.devices}])
             case ev.Recovered():
                 self._ledger.append([{"recovered": event.step, "missing": event.missing}])
 

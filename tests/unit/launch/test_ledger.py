@@ -90,6 +90,22 @@ def test_a_run_that_was_resumed_and_lost_a_device_passes_the_audit(tmp_path: Pat
     assert found.taken_over == [{"step": 6, "lost": [2], "by": {"2": 1, "3": 3}}]
 
 
+def test_a_device_that_came_back_may_compute_a_shard_of_a_later_recovery(tmp_path: Path) -> None:
+    """Its loss may be reported after the recovery from it, and counts no more when it has a rank again."""
+    entries: list[Entry] = [
+        begin_entry(),
+        step_entry(1),
+        *({"assigned": [1, 3]}, {"recovered": 2, "missing": [2, 3]}, {"lost": 2}),
+        *(step_entry(2, [1, 1, 3, 3]), {"assigned": [1, 3, 2]}, step_entry(3, [1, 2, 3, 3])),
+        *({"lost": 3}, {"assigned": [1, 2]}, {"recovered": 4, "missing": [2, 3]}, step_entry(4, [1, 2, 2, 1])),
+    ]
+    found = audit(write_run(tmp_path, entries))
+    assert found.violation is None
+    assert found.taken_over[1] == {"step": 4, "lost": [3], "by": {"2": 2, "3": 1}}
+    entries[-1] = step_entry(4, [1, 2, 3, 1])
+    assert "it is device 3's, which was lost" in (audit(write_run(tmp_path, entries)).violation or "")
+
+
 # ---- violations
 
 
@@ -241,7 +257,7 @@ def test_any_bytes_pass_the_audit_or_are_reported(
     valid = (folder / NAME).read_bytes()
     low, high = data.draw(st.integers(0, len(valid))), data.draw(st.integers(0, len(valid)))
     entry = st.dictionaries(
-        st.sampled_from(["begin", "step", "by", "fed", "lost", "recovered", "missing", *RUN_SETTINGS]),
+        st.sampled_from(["begin", "step", "by", "fed", "lost", "assigned", "recovered", "missing", *RUN_SETTINGS]),
         st.none() | st.integers(-3, 9) | st.lists(st.integers(-3, 9)) | st.text(max_size=3) | st.floats(),
     )
     if data.draw(st.booleans()):

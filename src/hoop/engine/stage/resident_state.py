@@ -193,6 +193,12 @@ class ResidentStageState(StageState):
         super().apply_update(rate, step)
         self.on_arena_change()
 
+    def set_counter_increments(self, increments: Sequence[Tensor]) -> None:
+        known = dict(zip(map(id, self.layout.counters), increments, strict=True))
+        for index, one in enumerate(batch_counters(self.layout)):
+            self._increments[index] = int(known[id(one)])
+        self.device_increments.copy_(self._increments)
+
     def counter_increments(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(batch_counters(self.layout), self._increments, strict=True))
 

@@ -298,6 +298,7 @@ class StageState:
         self._buffers_at_start = np.empty(0, np.float32)
         self._counters_at_start = [one.clone() for one in layout.counters]
         self._counter_increments: list[tuple[Tensor, Tensor]] = []
+        """By how much a step advances each counter; see ``set_counter_increments``."""
         self._buffer_deltas: dict[int, Array] = {}
 
     # ---- a step begins
@@ -483,6 +484,14 @@ class StageState:
         """Add a shard's increment to the counters; every shard of a step has the same increment."""
         for one, added in self.counter_increments():
             one.add_(added)
+
+    def set_counter_increments(self, increments: Sequence[Tensor]) -> None:
+        """Set by how much a step advances each of the layout's counters.
+
+        For a rank that computes no shard until its first update: a forward tells it otherwise.
+        """
+        pairs = zip(self.layout.counters, increments, strict=True)
+        self._counter_increments = [(one, added) for one, added in pairs if one.dtype != torch.bool]
 
     def counter_increments(self) -> list[tuple[Tensor, Tensor]]:
         """Return the counters (batch norm's number of batches, for example) and their increments in this step."""
