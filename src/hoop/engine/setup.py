@@ -285,7 +285,8 @@ def _costs(
 def _sample(settings: Settings, data: Splits) -> Batch:
     """A micro-batch, to measure the model with."""
     rows = -(-settings.batch_size // settings.num_microbatches)
-    return data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
+    dataset: Dataset = data.train
+    return dataset.batch(np.arange(min(rows, len(dataset)), dtype=np.int64), epoch=0, seed=settings.seed)
 
 
 def _set_counter_increments(state: StageState, inputs: Tensor) -> None:
