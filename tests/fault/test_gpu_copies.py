@@ -15,8 +15,13 @@ from hoop.engine.fault_tolerance.manager import ShardedStateManager
 KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 SMALL = 4096
 """Bytes of losses and counters."""
-ACTIVATIONS = 4 * BATCH * (784 + 2 * 30)
-"""Bytes of samples, and of the widest activations with their gradients; the emulated GPU shares them with the host."""
+ACTIVATIONS = 4 * BATCH * 2 * 30
+"""Bytes of the widest activations with their gradients."""
+
+
+def samples_bytes(kind: str) -> int:
+    """Bytes of the samples of a step; the emulated GPU shares them with the host."""
+    return 4 * BATCH * 784 if kind == "cuda" else 0
 
 
 @pytest.fixture
@@ -57,30 +62,40 @@ def copied_a_step(file: Path, ranks: int) -> list[tuple[int, ...]]:
 def test_a_step_of_a_pipeline_copies_gradients_and_activations(kind: str, copies: Path) -> None:
     """Its own gradient goes to the host once, for the holder of its replica; the replica's comes from there."""
     run_with_faults(3, settings("pipeline:1f1b", epochs=1, accelerator=kind), JOBS["flat"], [])
-    activations = ACTIVATIONS if kind == "cuda" else 0
     for uploaded, downloaded, own, held in copied_a_step(copies, 3):
         assert own > 0
-        assert held <= uploaded <= held + activations + SMALL
-        assert own <= downloaded <= own + activations + SMALL
+        assert held <= uploaded <= held + ACTIVATIONS + samples_bytes(kind) + SMALL
+        assert own <= downloaded <= own + ACTIVATIONS + SMALL
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipeline_without_replicas_keeps_its_gradients_on_the_gpu(kind: str, copies: Path) -> None:
     wanted = settings("pipeline:1f1b", epochs=1, accelerator=kind, replicate=False)
     run_with_faults(2, wanted, JOBS["flat"], [])
-    activations = ACTIVATIONS if kind == "cuda" else 0
     for uploaded, downloaded, _, held in copied_a_step(copies, 2):
         assert held == 0
-        assert uploaded <= activations + SMALL
-        assert downloaded <= activations + SMALL
+        assert uploaded <= ACTIVATIONS + samples_bytes(kind) + SMALL
+        assert downloaded <= ACTIVATIONS + SMALL
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_a_hybrid_copies_its_sums(kind: str, copies: Path) -> None:
-    """The pipelines are replicas of each other: a gradient goes to the host and the sum back, nothing else."""
+def test_a_step_of_a_hybrid_sums_on_the_gpu(kind: str, copies: Path) -> None:
+    """The pipelines are replicas of each other, and read each other's gradients on the GPU: none goes to the host."""
     run_with_faults(4, settings("hybrid:replicas=2", epochs=1, accelerator=kind), JOBS["flat"], [])
-    activations = ACTIVATIONS if kind == "cuda" else 0
+    found = copied_a_step(copies, 4)
+    assert max(own for _, _, own, _ in found) > ACTIVATIONS + SMALL
+    for uploaded, downloaded, _, held in found:
+        assert held == 0
+        assert uploaded <= ACTIVATIONS + samples_bytes(kind) + SMALL
+        assert downloaded <= ACTIVATIONS + SMALL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hybrid_without_shared_memory_sums_on_the_host(kind: str, copies: Path) -> None:
+    """Over TCP a gradient goes to the host and the sum back, nothing else."""
+    wanted = settings("hybrid:replicas=2", epochs=1, accelerator=kind)
+    run_with_faults(4, wanted, JOBS["flat"], [], scheme="tcp")
     for uploaded, downloaded, own, held in copied_a_step(copies, 4):
         assert held == 0
-        assert own <= uploaded <= own + activations + SMALL
-        assert own <= downloaded <= own + activations + SMALL
+        assert own <= uploaded <= own + ACTIVATIONS + samples_bytes(kind) + SMALL
+        assert own <= downloaded <= own + ACTIVATIONS + SMALL

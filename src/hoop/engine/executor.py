@@ -31,9 +31,11 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CPU, Criterion, Objective
 from hoop.engine.stage.batched_shards import BatchedShards, agree_max_batched_shards, group_shards
-from hoop.engine.stage.gpu import stage_state_factory
+from hoop.engine.stage.device_reduction import DeviceGradientReducer, open_device_reducer
+from hoop.engine.stage.gpu import GpuStageState, stage_state_factory
 from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
+from hoop.engine.stage.peer_memory import PeerMemory, open_peer_memory
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.sharded_update import ShardedGradientReducer, ShardedStageState
 from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
@@ -80,6 +82,7 @@ class DeferredUpdates:
 
 StageMicrobatch = tuple[int, int]
 """A stage and a micro-batch."""
+Reducer = GradientReducer | ShardedGradientReducer | DeviceGradientReducer
 
 
 class ActivationFlow:
@@ -162,6 +165,11 @@ class PlanExecutor:
         self.profiler, self.last_stage = InstructionProfiler(), plan.stages - 1
         self.deferred_updates = DeferredUpdates(self.profiler)
         rows = -(-settings.batch_size // plan.num_microbatches)
+        self.peer_memory: PeerMemory | None = None
+        """Memory of this host's accelerators, with a partitioned model; None without one, or with a single rank."""
+        if accelerator is not None and not resident and make_state is None and context.size > 1:
+            used = bool(plan.held_by(context.rank)) or context.rank in plan.servers
+            self.peer_memory = open_peer_memory(context.communicator, accelerator, vectors, used, settings.timeout_s)
         self.activations = ActivationFlow(
             feed or DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint), accelerator
         )
@@ -195,7 +203,7 @@ class PlanExecutor:
         """Where the updates of the weights are computed."""
         self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
         self.objective = Objective(criterion) if isinstance(criterion, Criterion) else None
-        self._reducers: dict[int, GradientReducer | ShardedGradientReducer] = {}
+        self._reducers: dict[int, Reducer] = {}
         self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.LOAD: self.activations.load,
             InstructionKind.FORWARD: self._forward,
@@ -273,6 +281,8 @@ class PlanExecutor:
         self._handlers, self._batched, self._prefetcher = {}, None, None
         for stage_state in self.stage_states.values():
             stage_state.close()
+        if self.peer_memory is not None:
+            self.peer_memory.close()
         if self.accelerator is not None:
             self.accelerator.close()
 
@@ -307,12 +317,7 @@ class PlanExecutor:
             mine: MergePlan = holdings[ranks.index(self.rank)]
             stage_state.allocate_slots(mine, max_gradient_slots(plan, self.settings.balance))
             if not plan.servers:  # servers reduce the gradients that workers push
-                group = self.context.communicator if len(ranks) == self.context.size else self.context.group(ranks)
-                shards = plan.num_microbatches
-                if isinstance(stage_state, ShardedStageState):
-                    self._reducers[stage] = ShardedGradientReducer(group, holdings, shards, stage_state, deadline)
-                else:
-                    self._reducers[stage] = GradientReducer(group, holdings, shards, stage_state, deadline)
+                self._reducers[stage] = self._make_reducer(ranks, holdings, stage_state, deadline)
             holdings = None
         most = self.max_batched_shards if self._batched is not None else 1
         self._program = list(group_shards(plan.ranks[self.rank], most))
@@ -322,6 +327,19 @@ class PlanExecutor:
         # A plan for the rest of a step says nothing about the next step.
         first = self._program[0][::3] if self._program and not rest_of_step else []
         self._first_load = [one for one in first if one.kind is InstructionKind.LOAD]
+
+    def _make_reducer(
+        self, ranks: Sequence[int], holdings: Sequence[MergePlan], stage_state: StageState, deadline: float
+    ) -> Reducer:
+        """Collective over ``ranks``, which hold the stage: on the GPU, if they are on one host."""
+        group = self.context.communicator if len(ranks) == self.context.size else self.context.group(ranks)
+        shards, memory, timeout = self.plan.num_microbatches, self.peer_memory, self.settings.timeout_s
+        if isinstance(stage_state, ShardedStageState):
+            return ShardedGradientReducer(group, holdings, shards, stage_state, deadline)
+        found = None
+        if isinstance(stage_state, GpuStageState) and memory is not None and group.size > 1:
+            found = open_device_reducer(group, ranks, holdings, shards, stage_state, memory, deadline, timeout)
+        return found or GradientReducer(group, holdings, shards, stage_state, deadline)
 
     # ---- a step
 
@@ -366,7 +384,7 @@ class PlanExecutor:
         """Replace the handlers of these kinds of instruction. Roles call it."""
         self._handlers |= handlers
 
-    def reducer(self, stage: int) -> GradientReducer | ShardedGradientReducer:
+    def reducer(self, stage: int) -> Reducer:
         """Return the reducer of a stage, of the current plan. Roles call it."""
         return self._reducers[stage]
 

@@ -25,8 +25,9 @@ from hoop.collectives.rank_context import RankContext
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.engine.settings import Settings
+from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition, HoopError
-from hoop.memory.cuda_arena import CudaArena
+from hoop.memory.cuda_arena import CudaArena, SharedBlock
 from hoop.memory.dtypes import dtype
 from hoop.memory.gpu_driver import CudaGpu, EmulatedGpu
 
@@ -73,6 +74,8 @@ class Accelerator:
         self.device = device
         self.arena: CudaArena | None = None
         """The device's memory on the GPU; None before it is used."""
+        self._attached: list[CudaArena] = []
+        """Arenas of other processes that are mapped here."""
         self.capacity = capacity
         self._compiled_kernels = compiled_kernels
         self.usual_kernels = True
@@ -98,8 +101,8 @@ class Accelerator:
         return copy
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in host memory, after the computations that make it; itself, if the GPU is emulated."""
-        if tensor.device == torch.device("cpu"):
+        """Return a tensor of the GPU in host memory, after the computations that make it; itself, if it is emulated."""
+        if self.cuda and tensor.device == torch.device("cpu"):
             return tensor
         self.bytes_downloaded += tensor.nbytes
         return tensor.cpu()
@@ -125,26 +128,50 @@ class Accelerator:
         """
         if not self.cuda:
             return torch.zeros(count)
+        arena = self.open_arena()
+        if name in arena:
+            arena.free(name)
+        buffer = arena.allocate(name, 4 * max(count, 1))
+        return self.tensor_at(buffer.address, count).zero_()
+
+    def shared_vector(self, vectors: StateVectors, name: str, count: int) -> Tensor:
+        """``vector``, in memory that other ranks of the host can map: emulated, a vector of the arena."""
+        return self.vector(name, count) if self.cuda else torch.from_numpy(vectors.new(f"gpu.{name}", count))
+
+    def open_arena(self) -> CudaArena:
+        """Return the device's memory on the GPU; it is allocated when it is first used."""
         if self.arena is None:
             torch.cuda.synchronize(self.device)  # gives this thread a CUDA context
             self.arena = CudaArena.create(self.capacity, CudaGpu(self.device.index))
             self._opened.append(self.arena)
-        if name in self.arena:
-            self.arena.free(name)
-        buffer = self.arena.allocate(name, 4 * max(count, 1))
-        return self.tensor_at(buffer.address, count).zero_()
+        return self.arena
+
+    def attach(self, block: SharedBlock) -> CudaArena:
+        """Map the memory of another process of the host until ``close``. Raises if tensors here cannot use it."""
+        self._attached.append(CudaArena.attach(block))
+        self.tensor_at(self._attached[-1].min_address, 1)
+        return self._attached[-1]
 
     def tensor_at(self, address: int, count: int) -> Tensor:
         """A float32 vector at an address of a ``CudaArena``, which must stay open while it is used."""
-        return torch.as_tensor(_CudaVector(address, count), device=self.device)
+        found = torch.as_tensor(_CudaVector(address, count), device=self.device)
+        if count and found.data_ptr() != address:
+            raise FailedPrecondition(
+                f"CUDA: memory at {address:#x} is on another GPU than {self.device}: it was copied"
+            )
+        return found
 
     def close(self) -> None:
-        """Free the arena. Tensors in it must not be used afterwards."""
-        if self.arena is not None:
-            arena, self.arena = self.arena, None
+        """Unmap the memory of other processes, and free the arena. Tensors in them must not be used afterwards."""
+        attached, self._attached = self._attached, []
+        arena, self.arena = self.arena, None
+        if arena is not None:
             self._opened.remove(arena)
-            with contextlib.suppress(RuntimeError, HoopError):  # after a CUDA error every call fails with it
-                self.synchronize()
+        with contextlib.suppress(RuntimeError, HoopError):  # after a CUDA error every call fails with it
+            self.synchronize()
+            for one in attached:
+                one.close()
+            if arena is not None:
                 arena.close()
                 arena.gpu.close()
 

@@ -15,12 +15,14 @@ something needs it. A copy of the stage's blocks has its weights there:
     GPU     weights, moments ── forward, backward ──▶ rows       (1) one row per gradient slot, as in the arena; the GPU
                      ▲                                  │            merges the rows of complete tree nodes
                      └── update ◀── total ◀─────────────┤        (2) this rank holds the stage alone: a row is the total
-                                      ▲                 ▼
-    arena                             └── total ◀── slots        (3) several ranks do: one copy each way, round the sum
+                                      ▲                 │        (3) several ranks of one host do: the GPU adds the rows
+                                      │                 ▼            of all of them (``device_reduction.py``)
+    arena                             └── total ◀── slots        (4) ranks of several hosts: one copy each way, round
+                                                                     the sum in host memory
 
-The tail of a slot (metrics, votes, provenance) is in the arena only. In case (2) the gradient comes to the host only if
-another rank holds a replica of the stage (``host_total``). The workers of parameter servers have a copy of the weights:
-they upload it when they have received it, and download one gradient for each tree node.
+The tail of a slot (metrics, votes, provenance) is in the arena only. In cases (2) and (3) the gradient comes to the
+host only if another rank holds a replica of the stage (``host_total``). The workers of parameter servers have a copy of
+the weights: they upload it when they have received it, and download one gradient for each tree node.
 """
 
 from __future__ import annotations
@@ -243,12 +245,15 @@ class GpuStageState(StageState):
             self.stage = CudaGraphStage(accelerator, self.stage, twins, rows, first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
         """Frozen parameters, still to be copied: they change only when a checkpoint is read, before the first step."""
+        self._row_matrix = torch.zeros(0, self.layout.state, device=device)
         self._rows: list[OutputRow] = []
         """One row per gradient slot, on the GPU."""
         self._total_slot: int | None = None
-        """The slot whose row is the total of a step; None: the total is summed in the arena."""
+        """The slot whose row is the total of a step; None: the total is the sum of several ranks."""
+        self._summed_on_device = False
+        """That sum is made on the GPU; False: in the arena."""
         self._device_total = torch.zeros(0, device=device)
-        """The total that was summed in the arena."""
+        """That sum on the GPU."""
         self._total_copied = False
         """The total of this step is both in the arena and on the GPU."""
         self._increments: list[tuple[Tensor, Tensor]] | None = None
@@ -314,8 +319,10 @@ class GpuStageState(StageState):
     def allocate_slots(self, holding: MergePlan, min_slots: int = 0) -> None:
         super().allocate_slots(holding, min_slots)
         if len(self.slots) > len(self._rows):
-            rows = self._accelerator.vector(f"{self._name}rows", len(self.slots) * self.layout.state)
-            self._rows = [self._as_row(one) for one in rows.view(len(self.slots), -1)]
+            count = len(self.slots) * self.layout.state
+            rows = self._accelerator.shared_vector(self._vectors, f"{self._name}rows", count)
+            self._row_matrix = rows.view(len(self.slots), -1)
+            self._rows = [self._as_row(one) for one in self._row_matrix]
         self._last_shards = _node_last_shards(holding)
 
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
@@ -356,11 +363,11 @@ class GpuStageState(StageState):
         self._pending.append((micro, fingerprint, metrics))
         if micro in self._last_shards:
             self._write_tails()
-            if self._total_slot is None:
+            if self._total_slot is None and not self._summed_on_device:
                 self._download_row(_merged_slot(slot_merge))
 
     def _download_row(self, slot: int) -> None:
-        """Copy a row to its slot in the arena: (3)."""
+        """Copy a row to its slot in the arena: (4)."""
         self._staging.download(self.slots[slot, : self.layout.state], self._rows[slot].whole)
 
     def _write_tails(self) -> None:
@@ -388,23 +395,39 @@ class GpuStageState(StageState):
 
     def select_total(self, slot: int | None) -> None:
         super().select_total(slot)
-        self._total_slot = slot
+        self._total_slot, self._summed_on_device = slot, False
         if slot is None and not len(self._device_total):
             self._device_total = self._accelerator.vector(f"{self._name}total", self.layout.state)
 
+    def select_device_total(self) -> Tensor:
+        """Return the vector on the GPU to which the caller writes the sum of all ranks' rows, in each step: (3)."""
+        self.select_total(None)
+        self._summed_on_device = True
+        return self._device_total
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The GPU of the stage."""
+        return self._accelerator
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows on the GPU, (slot, element), in memory that other ranks of the host can map."""
+        return self._row_matrix
+
     def total_on_device(self) -> Tensor:
-        """Return the total on the GPU: (2), or uploaded once a step: (3)."""
+        """Return the total on the GPU: (2), (3), or uploaded once a step: (4)."""
         if self._total_slot is not None:
             return self._rows[self._total_slot].whole
-        if not self._total_copied:
+        if not self._summed_on_device and not self._total_copied:
             self._staging.upload(self._device_total, self.total[: self.layout.state])
             self._total_copied = True
         return self._device_total
 
     def host_total(self) -> Array:
         """Return the total in the arena; it is downloaded when this is first called in a step, if it is not there."""
-        if self._total_slot is not None and not self._total_copied:
-            self._download_row(self._total_slot)
+        if (self._total_slot is not None or self._summed_on_device) and not self._total_copied:
+            self._staging.download(self.total[: self.layout.state], self.total_on_device())
             self._total_copied = True
         return super().host_total()
 
@@ -415,7 +438,8 @@ class GpuStageState(StageState):
         total = self.total_on_device()
         if scale != 1.0:
             total[: self.layout.trained].mul_(scale)
-        super().on_total(step, scale if self._total_slot is None else 1.0)
+        summed_on_host = self._total_slot is None and not self._summed_on_device
+        super().on_total(step, scale if summed_on_host else 1.0)
 
     def apply_update(self, rate: float, step: int) -> None:
         self.advance_counters()  # first: it waits for the shards, and not for the update

@@ -92,7 +92,7 @@ class MappedRows(PeerRows):
         self, communicator: Communicator, plans: Sequence[MergePlan], shards: int, rows: Sequence[Tensor]
     ) -> None:
         """``rows``: those of each rank, (set, shard, element)."""
-        self._expression = row_expression(plans, shards)
+        self._expression = self._sum_over(plans, shards)
         self._rows = rows
         self.own = rows[communicator.rank]
         assert isinstance(communicator.endpoint, SharedEndpoint), "only ranks of one host map each other's memory"
@@ -101,6 +101,11 @@ class MappedRows(PeerRows):
         self._call = communicator.call(f"sum of {self.own.shape[-1]} elements on the GPU, shards {orders}")
         others = sum(len(one.nodes) for one in plans) - len(plans[communicator.rank].nodes)
         self.bytes_per_step = 4 * self.own.shape[-1] * others
+
+    @staticmethod
+    def _sum_over(plans: Sequence[MergePlan], shards: int) -> Sum:
+        """Return the sum of all shards over the rows."""
+        return row_expression(plans, shards)
 
     def meet(self, number: int, deadline: float) -> float:
         started = time.perf_counter()
