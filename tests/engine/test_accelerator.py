@@ -179,6 +179,29 @@ def test_cuda_graphs_change_no_bit_and_the_gpu_agrees_with_the_cpu() -> None:
         assert torch.allclose(with_graphs[name], expected[name], rtol=1e-3, atol=1e-4), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("pipeline:gpipe", 3),
+        ("hybrid:replicas=2", 4),
+        pytest.param("pipeline:interleaved", 2, marks=pytest.mark.slow),
+        pytest.param("ring", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_activations_and_sums_in_shared_memory_have_the_bits_of_those_through_the_host(
+    strategy: str, devices: int, kind: str
+) -> None:
+    """In micro-batches of 2 samples and of 1, with clipping; over TCP nothing is shared."""
+    wanted = settings(strategy, accelerator=kind, epochs=1, batch_size=11, clip=0.5)
+    shared, through_the_host = (
+        tensors_in(checkpoint(train(scheme, devices, wanted, JOBS["normed"]))) for scheme in ("shm", "tcp")
+    )
+    assert_same(shared, through_the_host)
+    if kind == "emulated":
+        assert_same(shared, alone("normed", (("epochs", 1), ("batch_size", 11), ("clip", 0.5))))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])

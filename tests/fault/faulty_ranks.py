@@ -38,10 +38,12 @@ from hoop.engine.executor import DeferredUpdates
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize, serialize, tensors_of
 from hoop.engine.fault_tolerance.replication import Replicator
 from hoop.engine.job import Job, names_of
+from hoop.engine.peer_tensors import PeerTensors
 from hoop.engine.profiler import InstructionProfiler
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.device_group import DeviceGroup
+from hoop.engine.stage.device_reduction import SlotRows
 from hoop.engine.stage.sharded_update import ShardedGradientReducer
 from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
@@ -59,6 +61,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "meets": (engine_manager, "any_rank"),
     "settles": (DeferredUpdates, "apply_all"),
     "gathers": (ShardedGradientReducer, "gather"),
+    "reads": (PeerTensors, "read"),
+    "adds": (SlotRows, "sum_into"),
     "evaluates": (engine_trainer, "evaluate"),
     "snapshots": (SnapshotPublisher, "publish"),
     "prepares": (engine_manager, "prepare"),

@@ -89,7 +89,9 @@ def test_a_rank_dies_while_the_ranks_measure(strategy: str, scheme: str, kind: s
     [
         pytest.param("pipeline:1f1b", 3, [Fault(1, "settles", 3)], id="committed and not updated"),
         pytest.param("pipeline:1f1b", 4, [Fault(0, "instruction", 60), Fault(2, "collects")], id="during recovery"),
+        pytest.param("pipeline:1f1b", 3, [Fault(1, "reads", 20)], id="an activation is sent and not read"),
         pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="a stage of a hybrid"),
+        pytest.param("hybrid:replicas=2", 4, [Fault(2, "adds", 3)], id="while replicas add their gradients"),
         pytest.param("ring", 3, [Fault(2, "meets", 2)], id="of a ring", marks=pytest.mark.slow),
         pytest.param("ps:bsp", 3, [Fault(2, "settles", 4)], id="a server"),
     ],

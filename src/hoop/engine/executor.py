@@ -25,6 +25,7 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.gradient_slots import max_gradient_slots
+from hoop.engine.peer_tensors import PeerTensors
 from hoop.engine.prefetcher import Prefetcher
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.settings import Settings
@@ -128,8 +129,11 @@ class ActivationFlow:
             self._send(instruction, self.input_gradients.pop((instruction.stage, instruction.micro)))
 
     def _send(self, instruction: Instruction, tensor: Tensor) -> None:
-        host = tensor if self._accelerator is None else self._accelerator.download(tensor)
-        self.channel.send(instruction, host, self.deadline)
+        if self._accelerator is not None:
+            if self.channel.send_from_device(instruction, tensor, self.deadline):
+                return
+            tensor = self._accelerator.download(tensor)
+        self.channel.send(instruction, tensor, self.deadline)
 
     def recv_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -170,9 +174,11 @@ class PlanExecutor:
         if accelerator is not None and not resident and make_state is None and context.size > 1:
             used = bool(plan.held_by(context.rank)) or context.rank in plan.servers
             self.peer_memory = open_peer_memory(context.communicator, accelerator, vectors, used, settings.timeout_s)
-        self.activations = ActivationFlow(
-            feed or DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint), accelerator
-        )
+        peer_tensors: PeerTensors | None = None
+        if self.peer_memory is not None and (plan.stages > 1 or plan.servers):
+            peer_tensors = PeerTensors(self.peer_memory, context.communicator, settings.timeout_s)
+        channel = TensorChannel(context.communicator.endpoint, peer_tensors)
+        self.activations = ActivationFlow(feed or DataFeed(data, settings.seed, rows), channel, accelerator)
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
         self.stage_states: dict[int, StageState] = {}
         """The stages that this rank holds, by number."""
@@ -269,6 +275,7 @@ class PlanExecutor:
         return (
             self.extra_bytes_sent
             + self.channel.endpoint.bytes_sent
+            + self.channel.bytes_shared
             + sum(one.bytes_moved for one in list(self._reducers.values()))
         )
 
@@ -281,6 +288,7 @@ class PlanExecutor:
         self._handlers, self._batched, self._prefetcher = {}, None, None
         for stage_state in self.stage_states.values():
             stage_state.close()
+        self.channel.close()
         if self.peer_memory is not None:
             self.peer_memory.close()
         if self.accelerator is not None:

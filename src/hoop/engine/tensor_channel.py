@@ -3,6 +3,9 @@
 The header names the instruction, the dtype and the shape. The receiver checks it against the instruction that it
 executes. If two ranks run different plans, the job fails with an error that names both, instead of computing with the
 wrong tensor.
+
+A tensor on a GPU can stay there, if the receiver has mapped the sender's memory: then the header has its place, and no
+elements follow (``peer_tensors.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hoop.engine.peer_tensors import PeerTensors
 from hoop.errors import InternalError, LinkCorrupted
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.transport.base import Endpoint, PendingSend
@@ -21,6 +25,10 @@ _MAX_DIMENSIONS = 8
 _KINDS = list(InstructionKind)
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float16, torch.uint8, torch.int32]
 _MAX_ELEMENTS = 1 << 40
+_FIXED = 6
+"""Words of a header before the shape: kind, stage, micro-batch, dtype, dimensions, place."""
+_NO_PLACE = -1
+"""The elements follow the header."""
 TensorReceiver = Callable[[Instruction], Tensor | None]
 """Returns the tensor into which a message is received, or None to allocate one."""
 
@@ -28,8 +36,11 @@ TensorReceiver = Callable[[Instruction], Tensor | None]
 class TensorChannel:
     """Sends and receives tensors over an endpoint. Not thread-safe: only the rank's training thread uses it."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, peer_tensors: PeerTensors | None = None) -> None:
+        """``peer_tensors``: tensors on this rank's GPU can go to the ranks of its host directly."""
+        self.endpoint, self._peer_tensors = endpoint, peer_tensors
+        self.bytes_shared = 0
+        """Bytes of tensors that other ranks read in this rank's memory."""
         self._early: dict[Instruction, Tensor] = {}
         self.idle_work: Callable[[], None] | None = None
         """Called once, when a receive would otherwise wait: work that overlaps with communication."""
@@ -39,38 +50,60 @@ class TensorChannel:
 
         The caller must not write to the tensor until the endpoint is flushed, or the returned send is done.
         """
+        tensor = tensor.detach().cpu().contiguous()
+        self._send_header(instruction, tensor, _NO_PLACE, deadline)
+        return self.endpoint.send(instruction.peer, _bytes(tensor), deadline) if tensor.numel() else None
+
+    def send_from_device(self, instruction: Instruction, tensor: Tensor, deadline: float) -> bool:
+        """Send a tensor that is on the GPU, where ``instruction.peer`` reads it; the caller may overwrite it at once.
+
+        False: the peer cannot read it there, and nothing was sent.
+        """
+        tensor = tensor.detach()
+        place = self._peer_tensors.write(instruction.peer, tensor) if self._peer_tensors and tensor.numel() else None
+        if place is None:
+            return False
+        self._send_header(instruction, tensor, place, deadline)
+        self.bytes_shared += tensor.nbytes
+        return True
+
+    def _send_header(self, instruction: Instruction, tensor: Tensor, place: int, deadline: float) -> None:
         if tensor.dim() > _MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
             raise InternalError(f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot be sent")
-        tensor = tensor.detach().cpu().contiguous()
         arriving = instruction.counterpart(self.endpoint.rank)
-        header = np.zeros(5 + _MAX_DIMENSIONS, np.int64)
-        header[:5] = (
+        header = np.zeros(_FIXED + _MAX_DIMENSIONS, np.int64)
+        header[:_FIXED] = (
             _KINDS.index(arriving.kind),
             arriving.stage,
             arriving.micro,
             _DTYPES.index(tensor.dtype),
             tensor.dim(),
+            place,
         )
-        header[5 : 5 + tensor.dim()] = tensor.shape
+        header[_FIXED : _FIXED + tensor.dim()] = tensor.shape
         self.endpoint.send(instruction.peer, header.view(np.uint8).data, deadline)
-        return self.endpoint.send(instruction.peer, _bytes(tensor), deadline) if tensor.numel() else None
 
     def receive(self, peer: int, deadline: float, receiver: TensorReceiver | None = None) -> tuple[Instruction, Tensor]:
         """Receive the next message from ``peer``; returns it as the receiving instruction of this rank, and its tensor.
 
         ``receiver`` may provide the tensor to receive into. Raises if its shape or dtype differs from the message's.
         """
+        if self._peer_tensors is not None:
+            self._peer_tensors.acknowledge()
         if self.idle_work is not None and not self.ready_peers([peer]):
             self.run_idle_work()
-        header = np.empty(5 + _MAX_DIMENSIONS, np.int64)
+        header = np.empty(_FIXED + _MAX_DIMENSIONS, np.int64)
         self.endpoint.recv_into(peer, header.view(np.uint8).data, deadline)
-        kind, stage, micro, dtype, dimensions = (int(number) for number in header[:5])
-        shape = [int(number) for number in header[5 : 5 + max(0, dimensions)]]
+        kind, stage, micro, dtype, dimensions, place = (int(number) for number in header[:_FIXED])
+        shape = [int(number) for number in header[_FIXED : _FIXED + max(0, dimensions)]]
         known = 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= dimensions <= _MAX_DIMENSIONS
-        if not known or any(not 0 <= one < _MAX_ELEMENTS for one in shape):
+        placed = place >= 0 and self._peer_tensors is not None
+        if not known or any(not 0 <= one < _MAX_ELEMENTS for one in shape) or not (placed or place == _NO_PLACE):
             raise LinkCorrupted(f"invalid tensor header from {self.endpoint.describe(peer)}: {header.tolist()}")
         message = Instruction(_KINDS[kind], stage, micro, peer)
         tensor = receiver(message) if receiver is not None else None
+        if self._peer_tensors is not None and placed and tensor is None:
+            return message, self._peer_tensors.read(peer, place, shape, _DTYPES[dtype])
         if tensor is None:
             tensor = torch.empty(shape, dtype=_DTYPES[dtype])
         elif list(tensor.shape) != shape or tensor.dtype != _DTYPES[dtype]:
@@ -78,9 +111,17 @@ class TensorChannel:
                 f"rank {self.endpoint.rank}: {message} is {_DTYPES[dtype]} {shape}, expected {tensor.dtype} "
                 f"{list(tensor.shape)}: the ranks do not hold the same model"
             )
-        if tensor.numel():
+        if self._peer_tensors is not None and placed:
+            self._peer_tensors.read(peer, place, shape, _DTYPES[dtype], tensor)
+        elif tensor.numel():
             self.endpoint.recv_into(peer, _bytes(tensor), deadline)
         return message, tensor
+
+    def close(self) -> None:
+        """Drop the memory of other ranks. The endpoint stays open."""
+        if self._peer_tensors is not None:
+            self._peer_tensors.close()
+            self._peer_tensors = None
 
     def run_idle_work(self) -> None:
         """Run ``idle_work``, if there is any; it runs once."""

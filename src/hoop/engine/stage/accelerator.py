@@ -202,8 +202,12 @@ class Accelerator:
         return self.memory()[0]
 
     def mark(self) -> torch.cuda.Event | None:
-        """Mark the end of what was launched so far, for ``reading`` in another thread."""
+        """Mark the end of what was launched so far, for ``reached``, or ``reading`` in another thread."""
         return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+
+    def reached(self, mark: torch.cuda.Event | None) -> bool:
+        """Whether what was launched before a mark is done."""
+        return mark is None or bool(mark.query())  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def reading(self, mark: torch.cuda.Event | None) -> Iterator[None]:
