@@ -14,6 +14,7 @@ parallel, and the bytes of activations that went from GPU to GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import tempfile
@@ -89,13 +90,13 @@ def trace(trainer: Trainer, warm_up: int, steps: int) -> Activity:
         trainer._train_steps()
     accelerator.synchronize()
     before = accelerator.bytes_uploaded, accelerator.bytes_downloaded, channel.bytes_shared
-    with profile(activities=[ProfilerActivity.CUDA if accelerator.cuda else ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) if accelerator.cuda else contextlib.nullcontext() as profiler:
         while trainer._done < warm_up + steps:
             trainer._train_steps()
         accelerator.synchronize()
     after = accelerator.bytes_uploaded, accelerator.bytes_downloaded, channel.bytes_shared
     found: Activity = defaultdict(lambda: (0, 0.0))
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiler.profiler.kineto_results.events() if profiler is not None else ():  # type: ignore[union-attr]
         if event.device_type() != torch.autograd.DeviceType.CUDA:
             continue
         name = event.name()

@@ -185,6 +185,7 @@ def test_cuda_graphs_change_no_bit_and_the_gpu_agrees_with_the_cpu() -> None:
     [
         ("pipeline:gpipe", 3),
         ("hybrid:replicas=2", 4),
+        ("ps:bsp", 3),
         pytest.param("pipeline:interleaved", 2, marks=pytest.mark.slow),
         pytest.param("ring", 2, marks=pytest.mark.slow),
     ],
@@ -200,6 +201,18 @@ def test_activations_and_sums_in_shared_memory_have_the_bits_of_those_through_th
     assert_same(shared, through_the_host)
     if kind == "emulated":
         assert_same(shared, alone("normed", (("epochs", 1), ("batch_size", 11), ("clip", 0.5))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("strategy", "devices"), [("ps:servers=2", 4), ("ps:asp", 2)])
+def test_several_and_asynchronous_servers_that_share_memory(strategy: str, devices: int, kind: str) -> None:
+    """With one worker, the pushes of an asynchronous server are ordered."""
+    changes = {"accelerator": kind, "epochs": 1, "batch_size": 11}
+    shared, through_the_host = (
+        tensors_in(checkpoint(train(scheme, devices, settings(strategy, **changes), JOBS["normed"])))
+        for scheme in ("shm", "tcp")
+    )
+    assert_same(shared, through_the_host)
 
 
 @pytest.mark.gpu

@@ -94,11 +94,15 @@ def test_a_step_of_a_pipeline_copies_the_gradients_of_replicas(kind: str, copies
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["pipeline:1f1b", pytest.param("ring", marks=pytest.mark.slow)])
-def test_a_step_without_replicas_copies_samples_only(kind: str, strategy: str, copies: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("pipeline:1f1b", 2), pytest.param("ring", 2, marks=pytest.mark.slow), ("ps:bsp", 3), ("ps:servers=2", 4)],
+)
+def test_a_step_without_replicas_copies_samples_only(kind: str, strategy: str, devices: int, copies: Path) -> None:
+    """Neither activations nor, with parameter servers, gradients and weights go through the host."""
     wanted = settings(strategy, epochs=1, accelerator=kind, replicate=False)
-    run_with_faults(2, wanted, JOBS["flat"], [])
-    for one in copied_a_step(copies, 2):
+    run_with_faults(devices, wanted, JOBS["flat"], [])
+    for one in copied_a_step(copies, devices):
         assert one.held == 0
         assert one.shared > 0
         assert one.uploaded <= samples_bytes(kind) + SMALL

@@ -96,6 +96,10 @@ class PeerTensors:
         self.acknowledge()
         return found
 
+    def upload(self, into: Tensor, host: Tensor) -> None:
+        """Copy a tensor that came through the host to the GPU."""
+        self._memory.accelerator.copy_in(into, host)
+
     def acknowledge(self) -> None:
         """Count the messages whose copies are done, without waiting."""
         while self._reading and self._memory.accelerator.reached(self._reading[0][1]):

@@ -86,7 +86,8 @@ class TensorChannel:
     def receive(self, peer: int, deadline: float, receiver: TensorReceiver | None = None) -> tuple[Instruction, Tensor]:
         """Receive the next message from ``peer``; returns it as the receiving instruction of this rank, and its tensor.
 
-        ``receiver`` may provide the tensor to receive into. Raises if its shape or dtype differs from the message's.
+        ``receiver`` may provide the tensor to receive into, also on the GPU. Raises if its shape or dtype differs from
+        the message's.
         """
         if self._peer_tensors is not None:
             self._peer_tensors.acknowledge()
@@ -114,7 +115,10 @@ class TensorChannel:
         if self._peer_tensors is not None and placed:
             self._peer_tensors.read(peer, place, shape, _DTYPES[dtype], tensor)
         elif tensor.numel():
-            self.endpoint.recv_into(peer, _bytes(tensor), deadline)
+            host = torch.empty(shape, dtype=tensor.dtype) if tensor.is_cuda else tensor
+            self.endpoint.recv_into(peer, _bytes(host), deadline)
+            if self._peer_tensors is not None and tensor.is_cuda:
+                self._peer_tensors.upload(tensor, host)
         return message, tensor
 
     def close(self) -> None:

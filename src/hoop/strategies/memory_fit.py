@@ -126,8 +126,8 @@ def gpu_bytes(blocks: Sequence[Block], plan: Plan, rank: int) -> int:
 def gpu_shard_bytes(found: Fit, plan: Plan, blocks: Sequence[Block], gradients: Gradients, rank: int) -> int:
     """Bytes of a rank on its GPU where the state is partitioned: its stages, or its slice as a server. No replicas.
 
-    Weights with their versions, optimizer state, a row for each gradient slot, and a total if ranks sum their gradients
-    in host memory. Activations are not counted.
+    Weights with their versions, optimizer state, a row for each gradient slot (of a server: for each node that workers
+    push), and a total if several ranks sum their gradients. Activations are not counted.
     """
 
     def state(own: Sequence[Block], rows: float, updates: bool, versions: int = 1) -> int:
@@ -138,7 +138,7 @@ def gpu_shard_bytes(found: Fit, plan: Plan, blocks: Sequence[Block], gradients: 
 
     needed = 8 * GPU_ALIGNMENT
     if rank in plan.servers:
-        needed += -(-state(blocks, 1, updates=True) // len(plan.servers))
+        needed += -(-state(blocks, 1 + gradients.server, updates=True) // len(plan.servers))
     kept = found.strategy.versions
     for stage in plan.held_by(rank):
         own = [blocks[index] for index in found.stages[stage].blocks]

@@ -130,7 +130,7 @@ def test_the_smallest_device_of_a_stage_limits_it() -> None:
         pytest.param("hybrid:replicas=2", 4, 3, 4, 8, 4 * 4, id="three rows, and the total"),
         pytest.param("ring:async", 4, 0, 3 * 2, 4, 2 * 3, id="two versions, and the one that computes"),
         pytest.param("ps:bsp", 3, 0, 8, 0, 8 * 4, id="a worker has a row for each slot"),
-        pytest.param("ps:bsp", 3, 2, 8, 16, 8, id="a server has the sum"),
+        pytest.param("ps:bsp", 3, 2, 8, 16, 8 * 5, id="a server has a row for each node, and the sum"),
     ],
 )
 def test_memory_on_a_gpu_where_the_state_is_partitioned(

@@ -12,6 +12,8 @@
 
 The weights are cut into slices of consecutive elements (``stage/weight_slices.py``); ``server_shard.py`` has the state
 of one. The last server has the tail, so it knows the losses and reports them.
+
+On GPUs of one host, weights and gradients go from GPU to GPU (``peer_tensors.py``), and servers sum on their GPUs.
 """
 
 from __future__ import annotations
@@ -33,10 +35,17 @@ from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
-from hoop.engine.roles.server_shard import GpuServerShard, ServerShard
+from hoop.engine.roles.server_shard import GpuServerShard, PeerServerShard, ServerShard
+from hoop.engine.stage.gpu import GpuStageState
 from hoop.engine.stage.gradient_reduction import clip_scale
 from hoop.engine.stage.state import LOSS, TAIL, StateLayout, StateVectors, squared_norms
-from hoop.engine.stage.weight_slices import ParameterPiece, collect_moments, parameter_pieces, weight_slices
+from hoop.engine.stage.weight_slices import (
+    ParameterPiece,
+    WeightSlice,
+    collect_moments,
+    parameter_pieces,
+    weight_slices,
+)
 from hoop.engine.step_schedule import StepWork
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.strategies.base import Strategy
@@ -67,6 +76,11 @@ class ServerClientRole(RankRole):
         self._slices = weight_slices(self._stage_state.layout, len(executor.plan.servers))
         mine = executor.plan.computed_by(executor.rank, 0)
         self._node_slots = [slot for _, slot in merge_plan(mine, executor.plan.num_microbatches).nodes]
+        self._device_state: GpuStageState | None = None
+        """The stage's state, if the servers read gradients on its GPU, and write weights there."""
+        if isinstance(self._stage_state, GpuStageState) and shares_memory(executor, executor.plan.servers):
+            self._device_state = self._stage_state
+            self._device_state.keep_rows()
         self._step, self._slices_received = -1, 0
         self._works: Sequence[StepWork] = ()
         self.stride = 1 if strategy.synchronous else ASYNC_STRIDE
@@ -122,22 +136,27 @@ class ServerClientRole(RankRole):
     def _get(self, instruction: Instruction) -> None:
         self.executor.channel.expect(instruction, self.deadline(), self._weights_of(instruction))
         if instruction.stage == len(self._slices) - 1:
-            self._stage_state.on_arena_change()
+            if self._device_state is None:
+                self._stage_state.on_arena_change()
             self._stage_state.begin()  # shards start from the buffers that were received
 
     def _weights_of(self, message: Instruction) -> Tensor:
         """Return the elements of the weight vector into which a slice is received."""
-        part = self._slices[message.stage]
-        return self._stage_state.state[part.low : part.high]
+        part, device_state = self._slices[message.stage], self._device_state
+        weights = self._stage_state.state if device_state is None else device_state.received_weights()
+        return weights[part.low : part.high]
 
     def _push(self, instruction: Instruction) -> None:
         stage_state, part = self._stage_state, self._slices[instruction.stage]
         if not self._strategy.synchronous and instruction.stage == 0:
             self._sum_nodes()
         nodes = self._node_slots if self._strategy.synchronous else self._node_slots[:1]
-        rows = torch.from_numpy(stage_state.slots)[:, part.low : part.end]
-        found = rows[nodes] if len(nodes) > 1 else rows[nodes[0]].unsqueeze(0)
-        self.executor.channel.send(instruction, found, self.deadline())
+        if self._device_state is not None:
+            send_device_tensor(self.executor, instruction, self._device_state.pushed(nodes, part), self.deadline())
+        else:
+            rows = torch.from_numpy(stage_state.slots)[:, part.low : part.end]
+            found = rows[nodes] if len(nodes) > 1 else rows[nodes[0]].unsqueeze(0)
+            self.executor.channel.send(instruction, found, self.deadline())
         if instruction.stage == len(self._slices) - 1:
             self.executor.deferred_updates.submit(stage_state.advance_counters)
 
@@ -146,7 +165,10 @@ class ServerClientRole(RankRole):
         slots = self._stage_state.slots
         first, *others = self._node_slots
         for other in others:
-            np.add(slots[first], slots[other], out=slots[first])
+            if self._device_state is not None:
+                self._device_state.add_slots(first, other)
+            else:
+                np.add(slots[first], slots[other], out=slots[first])
 
     def refresh(self) -> None:
         for number, server in enumerate(self.executor.plan.servers):
@@ -189,12 +211,8 @@ class ParameterServerRole(RankRole):
         self._active_workers = [rank for rank in plan.holders[0] if plan.ranks[rank]]
         self._rows, self._row_merges, self._total_row = _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
         rows = sum(len(one) for one in self._rows.values()) or 1
-        optimizer, part = executor.settings.optimizer, self._slices[self._number]
-        self._shard: ServerShard = (
-            ServerShard(vectors, self._layout, part, optimizer, rows)
-            if executor.accelerator is None
-            else GpuServerShard(executor.accelerator, vectors, self._layout, part, optimizer, rows)
-        )
+        part = self._slices[self._number]
+        self._shard = _make_shard(executor, self._active_workers, vectors, self._layout, part, rows)
         self._pending_gives: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
         """Pushes received from each worker since the last synchronisation point."""
@@ -258,8 +276,11 @@ class ParameterServerRole(RankRole):
         self.executor.execute(instruction)
 
     def _give(self, instruction: Instruction) -> None:
+        channel, on_device = self.executor.channel, self._shard.device_weights()
+        if on_device is not None and channel.send_from_device(instruction, on_device, self.deadline()):
+            return
         weights = torch.from_numpy(self._shard.current_weights())
-        pending = self.executor.channel.send(instruction, weights, self.deadline())
+        pending = channel.send(instruction, weights, self.deadline())
         if pending is not None:
             self._pending_gives.append(pending)
 
@@ -271,12 +292,11 @@ class ParameterServerRole(RankRole):
     def _rows_of(self, message: Instruction) -> Tensor:
         """Return the gradient rows into which a worker's push is received."""
         rows = self._rows.get(message.peer, [0])
-        return torch.from_numpy(self._shard.rows[rows[0] : rows[-1] + 1])
+        return self._shard.received(rows[0], rows[-1])
 
     def _reduce(self, instruction: Instruction) -> None:
-        rows = self._shard.rows
         for into, other in self._row_merges:
-            np.add(rows[into], rows[other], out=rows[into])
+            self._shard.add_rows(into, other)
 
     def _update(self, instruction: Instruction) -> None:
         for pending in self._pending_gives:
@@ -344,7 +364,7 @@ class ParameterServerRole(RankRole):
         return [self._shard.flat_state()]
 
     def totals(self) -> list[Array]:
-        return [self._shard.rows[self._total_row, : self._shard.part.weights]]
+        return [self._shard.host_total(self._total_row)]
 
     def live_slices(self, model: nn.Module) -> list[LiveSlice]:
         self._shard.download()
@@ -352,6 +372,34 @@ class ParameterServerRole(RankRole):
 
     def restore_targets(self, model: nn.Module) -> dict[str, Tensor]:
         return tensors_of([self._whole_state()], names_of(model))
+
+
+def _make_shard(
+    executor: PlanExecutor,
+    workers: Sequence[int],
+    vectors: StateVectors,
+    layout: StateLayout,
+    part: WeightSlice,
+    rows: int,
+) -> ServerShard:
+    """Make the state of a server: in the arena, or on a GPU; ``workers``: those that push."""
+    optimizer, accelerator = executor.settings.optimizer, executor.accelerator
+    if accelerator is None:
+        return ServerShard(vectors, layout, part, optimizer, rows)
+    kind = PeerServerShard if shares_memory(executor, workers) else GpuServerShard
+    return kind(accelerator, vectors, layout, part, optimizer, rows)
+
+
+def shares_memory(executor: PlanExecutor, ranks: Sequence[int]) -> bool:
+    """Whether this rank and these ranks read each other's memory on their GPUs."""
+    return executor.peer_memory is not None and executor.peer_memory.peers.issuperset(ranks)
+
+
+def send_device_tensor(executor: PlanExecutor, instruction: Instruction, tensor: Tensor, deadline: float) -> None:
+    """Send a tensor that is on the GPU: from there, or through the host."""
+    if not executor.channel.send_from_device(instruction, tensor, deadline):
+        assert executor.accelerator is not None, "the tensor is on a GPU"
+        executor.channel.send(instruction, executor.accelerator.download(tensor), deadline)
 
 
 @dataclass

@@ -50,8 +50,20 @@ class ServerShard:
         for moment, whole in zip(self.moments, wholes, strict=True):
             moment.copy_(whole[self.part.low : self.part.low + self.part.trained])
 
+    def received(self, first: int, last: int) -> Tensor:
+        """Return the rows ``first`` to ``last``, into which the gradients of a worker are received."""
+        return torch.from_numpy(self.rows[first : last + 1])
+
+    def add_rows(self, into: int, other: int) -> None:
+        """Add the gradient in one row to that in another."""
+        np.add(self.rows[into], self.rows[other], out=self.rows[into])
+
     def on_total(self, row: int) -> None:
         """The gradient in a row is the sum of all workers', with which the slice will be updated."""
+
+    def host_total(self, row: int) -> Array:
+        """Return the gradient in a row without its tail, in the arena: for a replica at another rank."""
+        return self.rows[row, : self.part.weights]
 
     def gradient(self, row: int) -> Tensor:
         """Return the gradient in a row where updates are computed, after ``on_total``."""
@@ -69,6 +81,10 @@ class ServerShard:
     def current_weights(self) -> Array:
         """Return the weights in the arena, up to date."""
         return self.weights
+
+    def device_weights(self) -> Tensor | None:
+        """Return the weights on the GPU; None without one."""
+        return None
 
     def download(self) -> None:
         """Bring weights and moments in the arena up to date."""
@@ -92,7 +108,8 @@ class ServerShard:
 class GpuServerShard(ServerShard):
     """Weights and optimizer state of one server on a GPU, with a copy in the arena; gradients are summed in the arena.
 
-    An update uploads the sum. The weights are downloaded when they are given to workers.
+    An update uploads the sum. The weights are downloaded when they are given to workers of other hosts. Where all
+    workers are on the server's host, ``PeerServerShard`` takes its place.
     """
 
     def __init__(
@@ -105,6 +122,7 @@ class GpuServerShard(ServerShard):
         rows: int,
     ) -> None:
         super().__init__(vectors, layout, part, optimizer, rows)
+        self._accelerator = accelerator
         self._staging = Staging(accelerator, part.weights)
         self._device_state = DeviceState(
             accelerator, "slice.", self.weights, part.trained, self.moments, optimizer, self._staging
@@ -129,8 +147,55 @@ class GpuServerShard(ServerShard):
         self._device_state.download_weights()
         return self.weights
 
+    def device_weights(self) -> Tensor:
+        self._device_state.upload()
+        return self._device_state.weights
+
     def download(self) -> None:
         self._device_state.download()
 
     def on_arena_change(self) -> None:
         self._device_state.on_arena_change()
+
+
+class PeerServerShard(GpuServerShard):
+    """The state of one server on a GPU whose workers are on the same host: gradients are received and summed there.
+
+    Of the sum, the tail goes to the arena, and the rest only if another rank holds a replica of the slice.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        vectors: StateVectors,
+        layout: StateLayout,
+        part: WeightSlice,
+        optimizer: OptimizerSettings,
+        rows: int,
+    ) -> None:
+        super().__init__(accelerator, vectors, layout, part, optimizer, rows)
+        self._device_rows = accelerator.vector("slice.gradients", rows * part.width).view(rows, part.width)
+        self._total_copied = False
+
+    def received(self, first: int, last: int) -> Tensor:
+        return self._device_rows[first : last + 1]
+
+    def add_rows(self, into: int, other: int) -> None:
+        self._device_rows[into].add_(self._device_rows[other])
+
+    def on_total(self, row: int) -> None:
+        weights = self.part.weights
+        self._total.copy_(self._device_rows[row, :weights])
+        self._total_copied = False
+        if self.part.width > weights:
+            self._accelerator.copy_out(torch.from_numpy(self.rows[row, weights:]), self._device_rows[row, weights:])
+
+    def scale_gradient(self, row: int, scale: float) -> None:
+        if scale != 1.0:
+            self._total[: self.part.trained].mul_(scale)
+
+    def host_total(self, row: int) -> Array:
+        if not self._total_copied:
+            self._staging.download(self.rows[row, : self.part.weights], self._total)
+            self._total_copied = True
+        return super().host_total(row)

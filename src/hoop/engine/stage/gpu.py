@@ -22,7 +22,8 @@ something needs it. A copy of the stage's blocks has its weights there:
 
 The tail of a slot (metrics, votes, provenance) is in the arena only. In cases (2) and (3) the gradient comes to the
 host only if another rank holds a replica of the stage (``host_total``). The workers of parameter servers have a copy of
-the weights: they upload it when they have received it, and download one gradient for each tree node.
+the weights. Servers of their host write it to the GPU, and read one gradient for each tree node there (``keep_rows``).
+With other servers, workers upload the weights and download the gradients.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from hoop.engine.stage.state import (
     make_stage,
     squared_norms,
 )
+from hoop.engine.stage.weight_slices import WeightSlice
 from hoop.plan.instructions import InstructionKind
 from hoop.plan.plan import Plan
 
@@ -404,6 +406,29 @@ class GpuStageState(StageState):
         self.select_total(None)
         self._summed_on_device = True
         return self._device_total
+
+    def keep_rows(self) -> None:
+        """Complete tree nodes stay on the GPU: the caller sends them to parameter servers from there."""
+        self._summed_on_device = True
+
+    def pushed(self, slots: Sequence[int], part: WeightSlice) -> Tensor:
+        """Return the gradients of a slice in these slots, (slot, element), on the GPU; of the last slice with tails."""
+        found = torch.stack([self._rows[slot].whole[part.low : part.high] for slot in slots])
+        if part.end > part.high:
+            tails = torch.from_numpy(self.slots[list(slots), part.high : part.end])
+            found = torch.cat([found, self._accelerator.upload(tails)], 1)
+        return found
+
+    def add_slots(self, into: int, other: int) -> None:
+        """Add the gradient in one slot to that in another: the row on the GPU, and the tail."""
+        self._rows[into].whole.add_(self._rows[other].whole)
+        self.slots[into, self.layout.state :] += self.slots[other, self.layout.state :]
+
+    def received_weights(self) -> Tensor:
+        """Return the weights on the GPU for the caller to overwrite. The arena is out of date from now on."""
+        self.sync_device_weights()
+        self.on_device_change()
+        return self.weights
 
     @property
     def accelerator(self) -> Accelerator:
