@@ -401,6 +401,8 @@ def _run_rank(
             trainer = ReportingTrainer(context, settings, job, emit, lambda: False, None, "test.", joining)
             trainer.join() if joining else trainer.train()
             model, role = trainer._setup.model, trainer._role
+            for stage_state in trainer.executor.stage_states.values():
+                stage_state.download()
             held = tensors_of(trainer.executor.stage_states.values(), names_of(model))
             pieces = {f"{name}@0": tensor for name, tensor in held.items()}
             pieces |= {f"{part.name}@{part.low}": part.elements for part in role.live_slices(model)}

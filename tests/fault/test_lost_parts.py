@@ -102,10 +102,12 @@ def test_a_lost_part_on_a_gpu_is_recovered(strategy: str, size: int, faults: lis
 
 
 @pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_ranks_join_a_pipeline_on_gpus(kind: str) -> None:
+@pytest.mark.parametrize("strategy", ["pipeline:1f1b", "ps:bsp"])
+def test_ranks_join_on_gpus(strategy: str, kind: str) -> None:
+    """The memory of the old generation is unmapped, and that of the new one mapped, by all of them."""
     changes = {**EPOCH, "accelerator": kind}
     waits = Fault(0, "keeps", 4, waits=True)
-    results = run_with_faults(2, settings("pipeline:1f1b", **changes), JOBS["normed"], [waits], 1)
+    results = run_with_faults(2, settings(strategy, **changes), JOBS["normed"], [waits], 1)
     reference = "normed", tuple(changes.items())
     check(results, alone(*reference), 3, alone_losses(*reference))
 
