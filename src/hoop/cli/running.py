@@ -6,12 +6,13 @@ when the command started stays ignored; SIGTERM always ends it.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import select
 import signal
 import sys
-import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -53,21 +54,40 @@ class _Signalled(SystemExit):
         self.number = number
 
 
+class _Resending:
+    """Whether the main thread is in ``_resend_dropped_signal``, where the exception of a signal would be dropped."""
+
+    active = False
+
+
 def _exit(number: int, _: object) -> None:
-    raise _Signalled(number)
+    if _Resending.active:
+        _send_later(number)
+    else:
+        raise _Signalled(number)
 
 
 def _resend_dropped_signal(what: sys.UnraisableHookArgs) -> None:
     """Sends a signal again if Python dropped its exception, raised in a destructor or a fork hook."""
     error = what.exc_value
-    if isinstance(error, (_Signalled, KeyboardInterrupt)):
-        number = error.number if isinstance(error, _Signalled) else signal.SIGINT
-        # From a timer: called here, the handler would run here and be dropped again.
-        again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
-        again.daemon = True
-        again.start()
-    else:
+    if not isinstance(error, (_Signalled, KeyboardInterrupt)):
         sys.__unraisablehook__(what)
+        return
+    _Resending.active = True
+    try:
+        _send_later(error.number if isinstance(error, _Signalled) else signal.SIGINT)
+    finally:
+        _Resending.active = False
+
+
+def _send_later(number: int) -> None:
+    """Sends a signal to this process from a thread, after a moment. Does not wait for the thread's start."""
+
+    def send() -> None:
+        time.sleep(AGAIN_S)
+        os.kill(os.getpid(), number)
+
+    _thread.start_new_thread(send, ())
 
 
 class Stopping:
