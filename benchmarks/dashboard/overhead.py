@@ -50,7 +50,7 @@ def processor_seconds() -> dict[str, float]:
             continue
         if b"chromium" in command[0]:
             part = "chromium"
-        elif b"dashboard" in command[:4]:
+        elif b"dashboard" in command[:6]:
             part = "server"
         else:
             continue

@@ -30,7 +30,7 @@ MAX_SHARE_CHANGE = 0.05
 """Figures are about equal if no share of a device's time differs by more than this,"""
 MAX_RATE_CHANGE = 0.05
 """and no rate or duration by more than this share of it."""
-SHOWN_S = 10.0
+SHOWN_S = 30.0
 """After this time the current figures are shown, however little they have changed."""
 PARTS = ("load", "forward", "backward", "communicate", "update", "idle", "other")
 """Parts of a step's time. ``idle``: waiting for other ranks. ``other``: between instructions, and evaluation,
