@@ -67,15 +67,17 @@ def test_a_rank_that_leaves_is_named(scheme: str) -> None:
     holdings = [merge_plan([0], 2), merge_plan([1], 2)]
     with Ranks(scheme, 2) as ranks:
 
+        def prepared(comm: Communicator) -> OrderedAllReduce:
+            slots, total = np.zeros((1, 9), np.float32), np.zeros(9, np.float32)
+            return OrderedAllReduce(comm, holdings, 2, slots, total, deadline_in())
+
         def worker(comm: Communicator) -> str:
-            all_reduce = OrderedAllReduce(
-                comm, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), deadline_in()
-            )
             if comm.rank == 1:
+                prepared(comm)
                 comm.close()
                 return ""
             with pytest.raises(HoopError) as caught:
-                all_reduce(deadline_in())
+                prepared(comm)(deadline_in())  # rank 1 may be gone before this rank has seen that it is prepared
             return str(caught.value)
 
         assert "rank 1" in ranks.run(worker)[0]
