@@ -80,7 +80,7 @@ class ProcessorTimes:
 
     def shares(self, begin: float, end: float) -> dict[str, float]:
         """Milliseconds a second between two times, by part; 0 if too few readings lie between them."""
-        inside = [one for one in self._samples if begin <= one[0] <= end]
+        inside = [one for one in self._samples if begin <= one[0] <= end - SAMPLE_S]  # the last may be after its end
         if len(inside) < 2:
             return dict.fromkeys(CPU_PARTS, 0.0)
         (first, before), (last, after) = inside[0], inside[-1]
