@@ -93,6 +93,15 @@ def test_a_step_of_a_pipeline_copies_the_gradients_of_replicas(kind: str, copies
         assert one.sent <= MESSAGES
 
 
+def assert_only_samples_are_copied(one: Copied, kind: str) -> None:
+    """A step of one rank shares memory with others, and nothing but samples and small messages goes over the host."""
+    assert one.held == 0
+    assert one.shared > 0
+    assert one.uploaded <= samples_bytes(kind) + SMALL
+    assert one.downloaded <= SMALL
+    assert one.sent <= MESSAGES
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("strategy", "devices"),
@@ -103,11 +112,7 @@ def test_a_step_without_replicas_copies_samples_only(kind: str, strategy: str, d
     wanted = settings(strategy, epochs=1, accelerator=kind, replicate=False)
     run_with_faults(devices, wanted, JOBS["flat"], [])
     for one in copied_a_step(copies, devices):
-        assert one.held == 0
-        assert one.shared > 0
-        assert one.uploaded <= samples_bytes(kind) + SMALL
-        assert one.downloaded <= SMALL
-        assert one.sent <= MESSAGES
+        assert_only_samples_are_copied(one, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,11 +122,7 @@ def test_a_step_of_a_hybrid_sums_on_the_gpu(kind: str, copies: Path) -> None:
     found = copied_a_step(copies, 4)
     assert max(one.own for one in found) > SMALL + MESSAGES
     for one in found:
-        assert one.held == 0
-        assert one.shared > 0
-        assert one.uploaded <= samples_bytes(kind) + SMALL
-        assert one.downloaded <= SMALL
-        assert one.sent <= MESSAGES
+        assert_only_samples_are_copied(one, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
