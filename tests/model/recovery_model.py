@@ -28,7 +28,7 @@ from hoop.errors import HoopError, MembershipChanged
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
 from hoop.membership import task_membership as tm
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import replay
 from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, RecoveryPlan, SliceSpec, StateLost, agree
 from hoop.membership.replication import replica_holders

@@ -35,7 +35,7 @@ def configure(
 
     On loopback without credentials and without ``insecure`` it makes a token, which its user's processes find.
     """
-    from hoop.membership.failure_detector import DetectorConfig
+    from hoop.membership.heartbeats import DetectorConfig
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
     from hoop.topology import Address
     from hoop.wire.auth import Credentials, find_credentials

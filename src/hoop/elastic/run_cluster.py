@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hoop.launch.forked import LEASE_S, meeting_coordinator
 from hoop.launch.rank_processes import RESTART_COUNT
 from hoop.launch.run_coordinator import COORDINATOR, TOKEN
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.runs.meeting import rank_credentials, rank_device
 from hoop.schedulers.base import Placement
 from hoop.schedulers.catalog import find_placement

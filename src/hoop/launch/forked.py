@@ -30,7 +30,7 @@ from typing import Any
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerLost, error_from_name
 from hoop.launch.processes import remove_arenas
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.resources import Request, admit
 from hoop.servers.advertised_address import wildcard_towards
 from hoop.servers.coordinator import CoordinatorConfig

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hoop.errors import FailedPrecondition, InvalidArgument, PeerLost
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer

@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 
 from hoop.errors import HoopError
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.wire.auth import Credentials

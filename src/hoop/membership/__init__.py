@@ -13,7 +13,7 @@ May import: wire plan.
 
 PUBLIC = (
     "events",
-    "failure_detector",
+    "heartbeats",
     "job_membership",
     "journal",
     "reachability",

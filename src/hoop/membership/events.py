@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hoop.membership.state import Connection
+from hoop.membership.state import CommunicatorState, Connection, Member, State
 from hoop.topology import DeviceInfo
 
 # ---- events
@@ -258,3 +258,27 @@ class Stop:
 
 
 MembershipInstruction = Announce | Record | Probe | Stop
+Result = tuple[State, tuple[MembershipInstruction, ...]]
+"""The state after an event, and the instructions that follow from it."""
+
+
+def device_event(kind: str, member: Member, what: str) -> Announce:
+    """The event of a change of one device."""
+    return Announce(kind, f"{member.info} {what}", {"device": member.info.device_id})
+
+
+def communicator_event(kind: str, one: CommunicatorState, what: str) -> Announce:
+    """The event of a change of one communicator; its text names the last word of ``kind``."""
+    fields = {"communicator": one.id, "generation": one.generation}
+    return Announce(kind, f"communicator {one.id} {kind.split('_')[1]} {what}".rstrip(), fields)
+
+
+def records_first(
+    record: Record, news: Announce, broken: tuple[MembershipInstruction, ...]
+) -> tuple[MembershipInstruction, ...]:
+    """Orders the instructions: records of broken communicators first, then the device's record, then the rest.
+
+    A journal cut between them must not show a lost device in a communicator that is not broken.
+    """
+    records = tuple(one for one in broken if isinstance(one, Record))
+    return (*records, record, news, *(one for one in broken if not isinstance(one, Record)))

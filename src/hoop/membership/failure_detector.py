@@ -1,91 +1,150 @@
-"""Failure detector: when a device is dead, by a lease that heartbeats renew and by X failed calls of the last Y.
+"""The failure detector: which events make a device suspect, dead, or alive again. Pure transitions of ``State``.
 
-The two tests cover each other's blind spot. A stopped process keeps its sockets open, and only its heartbeats cease. A
-process whose server is broken may go on sending heartbeats. All times are seconds of a monotonic clock: a wall clock
-that jumps changes nothing.
+    alive ── a failed call, a closed heartbeat stream ──▶ suspect: the coordinator probes the device
+      ▲                                                      │
+      └───────────── a heartbeat ────────────────────────────┤
+                                                             ▼
+    a refused connection (``Probed``), an expired lease (``Tick``), X failed calls of the last Y ──▶ dead
+
+A device that is dead or has left breaks its communicators: their operations stop, and they need a rebuild.
+``state_machine.step`` calls these functions; ``heartbeats`` has the time limits and the verdicts.
 
 A coordinator that receives no heartbeat from any device is itself the likely fault (its network is cut, its machine was
-suspended). Neither test counts then, until one device sends a heartbeat again or ``isolation_s`` has passed.
+suspended). Neither silence nor failed calls count then, until one device sends a heartbeat again or ``isolation_s`` has
+passed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from hoop.errors import InvalidArgument
+from hoop.errors import MembershipChanged
+from hoop.membership import events as m
 from hoop.membership.copies import replace
+from hoop.membership.journal import communicator_record, lost_record
+from hoop.membership.state import Health, Member, OperationOutcome, State
+
+_ALIVE, _SUSPECT = Health.ALIVE, Health.SUSPECT  # a class is slower to ask
 
 
-@dataclass(frozen=True)
-class DetectorConfig:
-    """Time limits of the failure detector."""
-
-    heartbeat_s: float = 0.1
-    lease_s: float = 1.5
-    """A device that sends no heartbeat for this long is dead. The worst gap seen under heavy load was 0.19 s."""
-    first_heartbeat_s: float = 5.0
-    """Time from joining to the first heartbeat, at which the lease begins.
-
-    The lease is measured for an open heartbeat stream. Before that the answer to the join has to arrive and a stream
-    has to be opened, on a machine on which hundreds of devices may start at once."""
-    failures: int = 3
-    """X: this many failed calls …"""
-    window: int = 5
-    """… of the last Y calls make a device dead."""
-    isolation_s: float = 60.0
-    """How long a coordinator that hears no device at all blames itself, before it declares all of them dead."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.heartbeat_s < self.lease_s:
-            raise InvalidArgument(
-                f"heartbeat {self.heartbeat_s:g} s must be above 0 and below the lease, {self.lease_s:g} s"
-            )
-        if not 1 <= self.failures <= self.window:
-            raise InvalidArgument(f"failures: {self.failures} is not in 1..{self.window} (the window)")
+def on_heartbeat(state: State, event: m.Heartbeat) -> m.Result:
+    """Renews the lease; a suspect is alive again. Raises MembershipChanged for a device that must join again."""
+    member = state.members.get(event.device_id)
+    if member is None or member.info.incarnation != event.incarnation or not member.usable:
+        raise MembershipChanged(f"device {event.device_id} is not a member (any more): join again")
+    recovered = member.health is _SUSPECT
+    if event.now - member.heartbeats.last_heartbeat > state.config.lease_s / 2:  # else this one was heard: no isolation
+        state = end_isolation(state, event.now)
+    member = replace(member, heartbeats=member.heartbeats.with_heartbeat(event.now), health=_ALIVE, reason="")
+    instructions = (m.device_event("device_recovered", member, "answers again"),) if recovered else ()
+    return state.with_member(member), instructions
 
 
-@dataclass(frozen=True)
-class HeartbeatHistory:
-    """Heartbeats of one device, and the outcomes of the coordinator's calls to it. Immutable."""
+def on_call_reported(state: State, event: m.CallReported) -> m.Result:
+    """A failed call makes a device suspect, and dead if too many of its last calls failed."""
+    member = state.members.get(event.device_id)
+    if member is None or not member.usable:
+        return state, ()
+    if event.failure and _isolated_s(state, event.now):
+        return suspect(state, event.device_id, member.info.incarnation, event.failure)
+    member = replace(member, heartbeats=member.heartbeats.with_call(not event.failure, state.config))
+    state = state.with_member(member)
+    if not event.failure:
+        return state, ()
+    if verdict := member.heartbeats.call_verdict(state.config):
+        return _declare_dead(state, member, f"{verdict}: {event.failure}")
+    return suspect(state, event.device_id, member.info.incarnation, event.failure)
 
-    last_heartbeat: float
-    calls: tuple[bool, ...] = field(default=())
-    """Outcomes of the last ``window`` calls, oldest first; True: the device answered."""
-    excused_until: float = 0.0
-    """Silence before this time does not count: the device loads a job, which may delay its heartbeats."""
-    first_heartbeat_until: float = 0.0
-    """Deadline of the first heartbeat; 0 once it was received."""
 
-    @classmethod
-    def joined(cls, now: float, config: DetectorConfig) -> HeartbeatHistory:
-        """The history of a device that has just joined and has sent no heartbeat yet."""
-        return cls(now, first_heartbeat_until=now + max(config.first_heartbeat_s, config.lease_s))
+def suspect(state: State, device_id: int, incarnation: str, reason: str) -> m.Result:
+    """Marks a usable device as suspect and probes it."""
+    member = state.members.get(device_id)
+    if member is None or member.info.incarnation != incarnation or not member.usable:
+        return state, ()
+    if member.health == Health.SUSPECT:
+        return state, (m.Probe(device_id),)
+    member = replace(member, health=Health.SUSPECT, reason=reason)
+    return state.with_member(member), (m.device_event("device_suspect", member, reason), m.Probe(device_id))
 
-    def with_heartbeat(self, now: float) -> HeartbeatHistory:
-        return replace(self, last_heartbeat=max(now, self.last_heartbeat), first_heartbeat_until=0.0)
 
-    def with_call(self, ok: bool, config: DetectorConfig) -> HeartbeatHistory:
-        return replace(self, calls=(*self.calls, ok)[-config.window :])
+def on_probed(state: State, event: m.Probed) -> m.Result:
+    """A refused connection proves that the process has ended."""
+    member = state.members.get(event.device_id)
+    if member is None or member.info.incarnation != event.incarnation or not member.usable:
+        return state, ()
+    if event.failure:
+        return _declare_dead(state, replace(member, ended=True), event.failure)
+    return state, ()  # the process lives; its next heartbeat, or the end of its lease, decides
 
-    def discount_pause(self, seconds: float, now: float) -> HeartbeatHistory:
-        """Ignores the last ``seconds``, during which the coordinator itself was paused or cut off."""
-        first_heartbeat_until = self.first_heartbeat_until and self.first_heartbeat_until + seconds
-        return replace(
-            self, last_heartbeat=min(now, self.last_heartbeat + seconds), first_heartbeat_until=first_heartbeat_until
+
+def check_leases(state: State, now: float) -> m.Result:
+    """Declares silent devices dead, and probes suspects again."""
+    # Ticks come every heartbeat interval. A gap of half a lease means that the coordinator itself was paused.
+    paused_s = now - state.last_tick - state.config.lease_s / 2 if state.last_tick else 0.0
+    if paused_s > 0:
+        members = {
+            key: replace(one, heartbeats=one.heartbeats.discount_pause(paused_s, now))
+            for key, one in state.members.items()
+        }
+        state = replace(state, members=members)
+    state = replace(state, last_tick=now)
+    config = state.config
+    instructions: tuple[m.MembershipInstruction, ...] = ()
+    believed = not 0 < _isolated_s(state, now) <= config.isolation_s
+    for member in state.members.values():  # of this moment: a state does not change
+        if believed and member.usable and (verdict := member.heartbeats.silence_verdict(now, config)):
+            state, more = _declare_dead(state, member, verdict)
+            instructions += more
+        elif member.health is _SUSPECT:  # a dying process may still have accepted the first probe
+            instructions += (m.Probe(member.info.device_id),)
+    return state, instructions
+
+
+def _isolated_s(state: State, now: float) -> float:
+    """Seconds since the last heartbeat of any device; 0 if one came within half a lease."""
+    last = max([one.heartbeats.last_heartbeat for one in state.members.values() if one.usable], default=now)
+    return now - last if now - last > state.config.lease_s / 2 else 0.0
+
+
+def end_isolation(state: State, now: float) -> State:
+    """A device sent a message. If all devices were silent before, discounts that silence for every member.
+
+    TCP's retransmission timer doubles while a network is cut, so the other devices may need as long again.
+    """
+    silence = _isolated_s(state, now)
+    if not silence:
+        return state
+    grace = min(silence, state.config.isolation_s) if silence > state.config.lease_s else 0.0
+    members = dict(state.members)
+    for key, one in state.members.items():
+        if one.usable:
+            heartbeats = one.heartbeats.discount_pause(silence, now)
+            heartbeats = replace(heartbeats, excused_until=max(heartbeats.excused_until, now + grace))
+            members[key] = replace(one, heartbeats=heartbeats)
+    return replace(state, members=members)
+
+
+def _declare_dead(state: State, member: Member, reason: str) -> m.Result:
+    member = replace(member, health=Health.DEAD, reason=reason)
+    state, broken = break_communicators(state.with_member(member), member.info.device_id, reason)
+    news = m.device_event("device_dead", member, f"is dead: {reason}")
+    return state, m.records_first(lost_record(member), news, broken)
+
+
+def break_communicators(state: State, device_id: int, reason: str) -> m.Result:
+    """Fails every communicator of a lost device, and stops its operations."""
+    instructions: tuple[m.MembershipInstruction, ...] = ()
+    for one in state.communicators.values():
+        if device_id not in one.members:
+            continue
+        why = f"{state.members[device_id].info} is gone: {reason}; rebuild the communicator to go on without it"
+        if one.broken_by:  # operations that wait for this device must fail too
+            instructions += (m.Stop(one.id, one.generation, why, one.members, device_id),)
+            continue
+        one = replace(one, outcome=OperationOutcome.FAILED, reason=why, broken_by=device_id)
+        state = state.with_communicator(one)
+        fields = {"communicator": one.id, "generation": one.generation, "device": device_id}
+        instructions += (
+            communicator_record(one),
+            m.Announce("communicator_failed", f"communicator {one.id}: {why}", fields),
+            m.Stop(one.id, one.generation, why, one.members, device_id),
         )
-
-    def silence_verdict(self, now: float, config: DetectorConfig) -> str:
-        """Why the device is dead by its silence; empty if it is not."""
-        silent = now - max(self.last_heartbeat, self.excused_until)
-        if silent <= config.lease_s or now <= self.first_heartbeat_until:
-            return ""
-        if self.first_heartbeat_until:
-            return f"no heartbeat within {silent:.1f} s after it joined"
-        return f"no heartbeat for {silent:.1f} s (lease {config.lease_s:g} s)"
-
-    def call_verdict(self, config: DetectorConfig) -> str:
-        """Why the device is dead by its failed calls; empty if it is not."""
-        failed = self.calls.count(False)
-        if failed >= config.failures:
-            return f"{failed} of the last {len(self.calls)} calls failed"
-        return ""
+    return state, instructions

@@ -24,7 +24,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from hoop.files import FileLock, atomic_write, remove_partial_files
 from hoop.membership import events as m
 from hoop.membership.copies import replace
-from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
+from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, OperationOutcome, State, with_job
 from hoop.texts import parse_json, printable
 from hoop.topology import Address, DeviceInfo

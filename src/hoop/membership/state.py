@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hoop.errors import NotFound
 from hoop.membership.copies import replace
-from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
+from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
 from hoop.topology import DeviceInfo
 
 MAX_RELINKS = 3

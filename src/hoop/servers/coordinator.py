@@ -23,7 +23,7 @@ import grpc
 from hoop.errors import DeadlineExceeded, HoopError, PeerCause, PeerLost
 from hoop.events import EventLog
 from hoop.membership import events as m
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import FileJournal, Journal
 from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step

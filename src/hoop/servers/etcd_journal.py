@@ -43,7 +43,7 @@ from hoop.errors import (
     UserError,
     error_from_name,
 )
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import Entry, decode, encode, restore, snapshot
 from hoop.membership.state import State
 from hoop.topology import Addresses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hoop.membership import events as m
-from hoop.membership.failure_detector import DetectorConfig
+from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.state import State
 from hoop.membership.state_machine import step
 from hoop.topology import Address, DeviceInfo

@@ -9,7 +9,7 @@ import pytest
 from roster import CONFIG, NOW, device
 
 from hoop.membership import copies
-from hoop.membership.failure_detector import HeartbeatHistory
+from hoop.membership.heartbeats import HeartbeatHistory
 from hoop.membership.job_membership import JobView
 from hoop.membership.state import State
 from hoop.membership.task_membership import TaskRanks

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
+from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
 
 CONFIG = DetectorConfig(heartbeat_s=0.125, lease_s=1.5, failures=3, window=5)  # exact in binary
 
