@@ -1,7 +1,8 @@
 """``hoop``: the entry point of the command line, and its exit codes.
 
-Exit codes: 0 done · 1 a bug, or an audit that does not hold · 2 a mistake in what was asked · 3 a peer failed or
-did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
+Exit codes: 0 done · 1 a bug, an audit that does not hold, or a problem that ``hoop doctor`` found · 2 a mistake in what
+was asked · 3 a peer failed or did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. ``hoop run`` ends with the code of
+the failed rank.
 
 Nothing is imported here that takes time: a Ctrl-C during an import outside of ``main`` would end in a traceback.
 """

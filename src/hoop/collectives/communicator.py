@@ -110,7 +110,7 @@ class PreparedOperation:
 
     @property
     def native(self) -> NativeAllReduce | None:
-        """The all_reduce in the native core that this operation is; None: it is none, or has not run yet."""
+        """The all_reduce of the native core that runs this operation; None: NumPy runs it, or nothing ran yet."""
         return self._run if isinstance(self._run, NativeAllReduce) else None
 
     def finish_native(self, code: int, timeout: float) -> None:

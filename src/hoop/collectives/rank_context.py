@@ -1,4 +1,4 @@
-"""What a device gives to the code that trains on it (memory, communicators, rank assignments), and what it reads back.
+"""``RankContext``: the memory, communicators and rank assignments that a device gives to the engine.
 
 ``servers/tasks.py`` makes a ``RankContext``; the engine sees nothing else of the device. A context is immutable. After
 a membership change the trainer gets a new one, with another rank and communicator.
@@ -117,7 +117,7 @@ class RankContext:
     The engine checks memory for that many ranks, and allocates gradient slots when the rank begins.
     """
     wait_delivered: Callable[[float], bool] = lambda timeout: False
-    """Waits at most this many seconds until all emitted events were sent to a watcher; whether they were."""
+    """``wait_delivered(timeout)`` waits until a watcher was sent all emitted events; False if that takes longer."""
     publish_activity: Callable[[ActivitySource | None], None] = lambda source: None
     """Gives the device a source of this rank's activity, which its heartbeats read; None: there is none any more."""
     inject_faults: Callable[[Any], None] | None = None

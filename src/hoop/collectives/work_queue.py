@@ -2,10 +2,10 @@
 
     caller ── try_acquire, run, release ──▶ done      (1) nothing is running or queued: no thread, no hand-over
     caller ── submit ──▶ the queue's thread           (2) asynchronous, or something is running or queued
+    callback ── submit ──▶ the same thread, at once   (3) inside a callback of a finished job
 
 The thread starts with the first submitted job. The callbacks of a finished job run on it too. They may submit
-operations of the same communicator and wait for them: such a job runs inside ``submit`` (3), because no other thread
-would run it.
+operations of the same communicator and wait for them: no other thread would run those, so ``submit`` does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     profile_blocks          each block of the model: forward, backward, activations, outputs
     measure_costs           loading, loss, update, memory bandwidth of this machine; a few milliseconds
     measure_communication   messages and the agreement of a step, on the links of the job
-    measure_lateness        how much longer the slowest rank computes than a usual one
+    measure_lateness        the slowest rank's extra compute time, relative to the median
     measure_gpu_step        the step of a rank whose state stays on a GPU: its graphs, and whole steps
 
 Results are plain values, which can be sent in events; ``runs/prediction.py`` turns them into costs for the simulator.
@@ -104,7 +104,7 @@ _WORK_SHAPE = (256, 512, 256)
 
 
 def measure_lateness(communicator: Communicator, timeout: float) -> float:
-    """Measure by which share of its time the slowest rank computes longer than a usual one. Collective.
+    """Measure how much longer than the median the slowest rank computes, relative to the median. Collective.
 
     All ranks compute the same, round by round. A step ends when the slowest rank has computed, and no rank is the
     slowest in all rounds: cores differ in clock, other processes interrupt them, hosts of virtual machines too. Ranks

@@ -1,4 +1,4 @@
-"""What a device runs for a job: ``train_rank``.
+"""``train_rank``: the function with which a device server trains its rank of a job.
 
 A device server gets this function when it is made (``cli/device.py``, ``runs/training.py``), so that ``servers`` knows
 nothing of the engine. It is called on the training thread of a task (``servers/tasks.py``).

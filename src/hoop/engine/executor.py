@@ -64,7 +64,7 @@ class DeferredUpdates:
     def submit(self, update: Callable[[], None], instruction: Instruction | None = None) -> None:
         """Apply an update now, or append it to the pending ones.
 
-        ``instruction``: whose only work is the update; the profiler shows it when the update is applied.
+        ``instruction``: the profiler records a deferred update under it; None: the update is not recorded.
         """
         if self.enabled:
             self._pending.append((update, instruction))
@@ -519,7 +519,7 @@ class PlanExecutor:
     def prefetch(self, next_step: Callable[[int], StepWork | None]) -> None:
         """Prefetch samples of the next step while this rank waits for the others, in data parallel training.
 
-        ``next_step(done)``: the step after ``done`` steps; None: do not load for it.
+        ``next_step(done)`` returns the step after ``done`` finished steps; None: its samples must not be prefetched.
         """
         if self.plan.stages == 1 and not self.plan.servers and self.feed.can_prefetch:
             self._prefetcher = Prefetcher(self.feed, next_step)

@@ -1,4 +1,4 @@
-"""How many gradients a rank must have memory for at once.
+"""The number of gradient slots that a rank needs at the same time.
 
 Pure, and without PyTorch: ``hoop plan`` checks memory with it, and the executor allocates by it.
 """

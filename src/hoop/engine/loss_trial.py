@@ -1,4 +1,7 @@
-"""Trial calls of a user's loss before the first step: what they compare, and how they leave no trace."""
+"""Trial calls of a user's loss before the first step: the loss of a batch beside the losses of its parts.
+
+Random generators and buffers are restored afterwards.
+"""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class TrainingSetup:
     step_costs: dict[str, Any] | None = None
     """Measured costs of a step, for the prediction of the run's duration; None after resharding."""
     rounding: str = ""
-    """Which ranks compute other bits than the others, and what follows; empty: all compute alike."""
+    """A warning that names the ranks whose arithmetic rounds differently; empty: all ranks compute the same bits."""
 
     def describe_stages(self) -> list[str]:
         """Text for each stage and each server slice: its blocks and its ranks."""
@@ -155,7 +155,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class EarlierSetup:
-    """What a rank has from before: a model that is built already, or the parts of its last set-up after a change."""
+    """Results that ``prepare`` reuses: a built model, and after a membership change parts of the last set-up."""
 
     model: nn.Module | None = None
     """The job's model; None: it is built."""

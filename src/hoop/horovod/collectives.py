@@ -519,7 +519,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more batches; returns when all ranks have said so: the rank that said it last.
+    """Signals that this rank has no more batches. Blocks until all ranks have; returns the rank that called last.
 
     Until then this rank takes part in the collectives of the others with zeros (with values that change nothing, for
     minimum, maximum and product). ``device`` is accepted and not used.

@@ -68,7 +68,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Drained:
-    """A device gets no new work: no communicator, no job. ``draining`` False: it does again."""
+    """A device begins to drain: it gets no new communicator and no new job. ``draining`` False: the drain is over."""
 
     device_id: int
     draining: bool = True

@@ -20,15 +20,18 @@ The rules, in the order in which ``_decide`` applies them:
     (5) ranks wait for an unknown reason: assign new ranks, each time after twice the pause
     (6) devices are ready to join, or may leave: assign ranks between two steps, or at once if state is partitioned
 
+``Assign`` names the devices that come and go; ``state_machine`` numbers the ranks (``_on_rebuilt``): members in their
+old order, then those that join.
+
 Only (2) and (3) declare a job lost, and only when no device is left that may still have its state. A device that loads
 the job is waited for as long as it sends heartbeats, by (2), (3), (4) and by members that leave; ``AwaitLoading`` says
 so.
 
-A member that wants to leave may do so (``_departing``)
+A member that wants to leave keeps its rank until (``_departing``)
 
-    (a) never before another member has the state that it has
-    (b) when another device has taken its place: the job has as many ranks as it began with
-    (c) without that, when no device is loading the job, its deadline is over and the strategy allows one rank less
+    (a) at least one other member stays, which has the state too, and
+    (b) another device has taken its place: the job has as many ranks as it began with; or
+    (c) its deadline is over, no device is loading the job, and the strategy allows one rank less
 
 A job may state how many devices it takes (``--devices 4:16``, ``--min 3``). Up to ``most`` of them are invited: those
 that join, and those of the cluster that have no work. With fewer than ``floor`` the ranks keep their state and wait,
@@ -598,7 +601,7 @@ def _end(job: JobView, error: str = "", text: str = "") -> Result:
 
 
 class HandoverStage(StrEnum):
-    """What a device that is to leave waits for."""
+    """The event that a leaving device waits for."""
 
     WAITING = "waiting"
     """For another device: none can take its place yet."""

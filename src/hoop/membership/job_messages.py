@@ -1,4 +1,4 @@
-"""What happens to a job (events), and what follows (instructions): the input and output of ``job_membership``."""
+"""The events and instructions of ``job_membership.advance``: its input, and the actions that it asks for."""
 
 from __future__ import annotations
 

@@ -8,6 +8,9 @@ does not grow from restart to restart. A journal is kept in a file (``FileJourna
 
 In a file, a torn last line, which has no newline (the coordinator died while it wrote), is cut off. Any other bad line
 is damage, and opening the journal fails.
+
+After a restart ``replay`` makes the state, with every device suspect until it sends a heartbeat. ``servers/jobs.py``
+(``Jobs.resume``) then finds the jobs and their tasks; devices rejoin by themselves (``servers/heartbeat.py``).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class StateLost(Exception):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank reports in (1)."""
+    """The status that one rank sends to all ranks in (1)."""
 
     device: int
     done: int
@@ -103,7 +103,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """What all ranks have agreed on in (2)."""
+    """The plan that every rank computes in (2)."""
 
     step: int
     """All ranks continue after this many steps."""

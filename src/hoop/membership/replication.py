@@ -8,7 +8,7 @@ holds equally many replicas, because memory is checked before the first step, an
 replicas of a large one.
 
 With several replicas (``--replicas 2``) each further holder is again the same number of places further for all ranks:
-the number that puts the most replicas on a host that has no other copy. It is found for all of them exactly where no
+the number that puts the most replicas on a host that has no other copy. Every replica gets such a host exactly if no
 host has more than 1 / (replicas + 1) of the ranks.
 
     hosts A, B, C: ranks 0, 1, 2        0 ──▶ 1 2   1 ──▶ 2 0   2 ──▶ 0 1
@@ -126,7 +126,7 @@ class ReplicaShare(NamedTuple):
 
 
 def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Block]) -> list[ReplicaShare]:
-    """What each replica of a rank's state has, if there is one (``replica_holders``)."""
+    """By rank, the bytes of a replica of its state; ``replica_holders`` says whether there is one."""
     each = []
     for stage in stages:
         own = blocks[stage.blocks.start : stage.blocks.stop]

@@ -1,4 +1,4 @@
-"""A GPU as a device's memory needs it: blocks of memory, copies to and from them, pinned host memory.
+"""The GPU operations that a device's memory uses: blocks of memory, copies to and from them, pinned host memory.
 
     CudaGpu       a GPU, through the CUDA driver (``libcuda``), called by ctypes
     EmulatedGpu   host memory with the same methods, for machines without a GPU

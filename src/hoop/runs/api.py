@@ -1,4 +1,4 @@
-"""``hoop.train``: a model, data and some devices in, a result out. Checks what it is given, and runs a ``Training``."""
+"""``hoop.train``: checks model, data and options of a program, runs a ``Training``, returns a ``Result``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat client: a device joins its coordinator, sends heartbeats, and joins again when it must.
+"""The heartbeat client: a device joins its coordinator, sends heartbeats, and joins again when it is forgotten.
 
 While the coordinator does not answer, the device works on and retries without end. Only the first join has a deadline,
 so that a device that cannot join fails at its start.

@@ -93,7 +93,7 @@ class OperationGroups:
         return self._open.pop(communicator_id)
 
     def renumber(self, communicator_id: int, old: Sequence[int], new: Sequence[int]) -> None:
-        """The members were ``old`` and are ``new``, in rank order: operations get the operands of those that stay."""
+        """Renumbers the operands of an open group from the ranks of ``old`` to those of ``new``; others are dropped."""
         ranks = {old.index(device_id): rank for rank, device_id in enumerate(new)}
         if communicator_id in self._open:
             self._open[communicator_id] = [
@@ -405,7 +405,7 @@ async def fan_out(
     release: bool = False,
     reservation_id: int = 0,
 ) -> list[pb.OperationReport]:
-    """Runs the operations as one launch on all members. All succeed, or it raises the failure that explains the rest.
+    """Runs the operations as one launch on all members. All succeed, or the root cause is raised.
 
     ``round_index``: run only this round of their plans. ``release``: members close their links afterwards.
     ``reservation_id``: members end this reservation with the launch, which is all of the reserved operations.

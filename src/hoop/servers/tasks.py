@@ -115,7 +115,7 @@ class Task:
             self._sending.notify_all()
 
     def wait_delivered(self, timeout: float) -> bool:
-        """Waits until all events emitted so far were sent; whether they were."""
+        """Waits until all events emitted so far have been sent; returns False after ``timeout`` seconds."""
         last = self.log.last
         with self._sending:
             return self._sending.wait_for(lambda: self._sent >= last, timeout)
@@ -278,7 +278,10 @@ class Tasks:
     # ---- start (1)
 
     def start(self, request: pb.StartTaskRequest) -> None:
-        """Starts the training thread of a job. ``joining``: to load it first, while other devices run it."""
+        """Starts the training thread of a job.
+
+        ``request.joining``: other devices run it already. The thread loads code and data, and waits for a rank.
+        """
         trainer = self._trainer
         if trainer is None:
             raise FailedPrecondition("this device does not train; start it with: hoop device")

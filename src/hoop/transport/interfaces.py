@@ -1,4 +1,4 @@
-"""The network interface of this machine that has an address, for libraries that are given an interface by name."""
+"""Finds the network interface that has an address, for libraries that take an interface by name (NCCL)."""
 
 from __future__ import annotations
 

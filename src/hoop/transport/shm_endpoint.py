@@ -399,8 +399,8 @@ class ShmEndpoint(SharedEndpoint):
         """Returns when every rank has entered; memory that a rank wrote before is visible to all ranks afterwards.
 
         Called again after a timeout, it continues the same barrier. With a ``call``, every rank compares the
-        fingerprints of all ranks, so all ranks find a mismatch in the same barrier. ``work``: done while it waits; the
-        native core's barrier leaves it (``NativeOrderedSum`` does not).
+        fingerprints of all ranks, so all ranks find a mismatch in the same barrier. ``work`` is called while the
+        barrier waits. The native core's barrier does not call it; ``NativeOrderedSum`` calls it itself.
         """
         if not self._ready:
             self.wait_for_peers(deadline)

@@ -10,6 +10,7 @@ state         the bytes of these objects in the arena, and the gradients of shar
 feed          the batches of a step, prefetched by worker processes
 evaluation    loss and metrics on the test data
 setup         builds all of it for a rank
+own_loop      a user's own training loop, in a thread of its own
 
 ``roles/custom.py`` runs the steps. Recovery is that of data parallel training: ranks finish the same step.
 """

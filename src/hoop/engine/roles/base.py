@@ -8,6 +8,7 @@ RingRole              holds stages and follows a rule                  ring.py
 AsynchronousRingRole  the same without a flush between steps           ring.py
 ServerClientRole      holds a copy of the model; servers update it     parameter_server.py
 ParameterServerRole   holds a slice of weights and optimizer state     parameter_server.py
+CustomRole            the user's own losses and optimizers, or loop    custom.py
 
 ``setup.py`` selects the role of a rank. The trainer calls ``advance``; checkpoints and replication use the rest.
 """

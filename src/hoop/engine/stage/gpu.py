@@ -1,4 +1,4 @@
-"""Stages on a GPU: CUDA graphs, and the state of a stage of a pipeline, a hybrid, a ring, or a server's worker.
+"""Stages on a GPU, for every strategy but data parallel (``resident_step.py``): CUDA graphs, and a stage's state.
 
 **CudaGraphStage.** A model of some hundred small kernels takes the CPU longer to launch than the GPU to compute. A CUDA
 graph launches them as one. A graph computes at fixed addresses, so each micro-batch in flight has a lane:
@@ -402,7 +402,7 @@ class GpuStageState(StageState):
             self._device_total = self._accelerator.vector(f"{self._name}total", self.layout.state)
 
     def select_device_total(self) -> Tensor:
-        """Return the vector on the GPU to which the caller writes the sum of all ranks' rows, in each step: (3)."""
+        """Keep the total on the GPU. Returns its vector; the caller writes the sum of all rows there in every step."""
         self.select_total(None)
         self._summed_on_device = True
         return self._device_total

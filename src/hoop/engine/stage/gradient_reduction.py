@@ -1,5 +1,8 @@
 """All-reduce of a stage's gradients over shards and replicas, bucket by bucket; and gradient clipping by norm.
 
+The sum over ranks itself is ``collectives/ordered_all_reduce.py``; a rank's own shards are merged before it by
+``StageState.merge``. On GPUs: ``device_reduction.py``, ``peer_rows.py``.
+
 A bucket is a range of the gradient vector that one segment of the backward produces. If there are several, a thread
 reduces each bucket as soon as this rank's last shard has written it, while the backward of the previous segments
 continues. All ranks reduce the buckets in the same order, from the last to the first; then the buffers and the tail.

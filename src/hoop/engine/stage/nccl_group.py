@@ -49,7 +49,7 @@ _MODES = {
 
 
 class _Past:
-    """What this process learned about NCCL, which reads its environment once."""
+    """Results of earlier NCCL set-ups in this process: NCCL reads its environment only once."""
 
     problem = ""
     """Why NCCL failed here before; it is not tried again."""

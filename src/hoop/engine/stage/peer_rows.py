@@ -13,8 +13,8 @@ and no rank waits for the sum of another.
 
 ``peer_row_selection.py`` chooses.
 
-There are two sets of rows, used in turn. A rank writes a set again two steps later, after it has met ranks that have
-read it, so one ``meet`` a step is enough.
+There are two sets of rows, used in turn. A rank overwrites a set two steps later. In between lies a ``meet`` that every
+rank enters only after it has read that set, so one ``meet`` a step is enough.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class BatchLoader:
 
 
 class StepInputs:
-    """What the host tells the GPU of each step of a stride (learning rate, number, tail), and the tails of the totals.
+    """The inputs of each step of a stride, from host to GPU (learning rate, number, tail), and the tails of the totals.
 
     A tail has the elements of ``state.py``: this rank's samples, votes and provenance, which the total sums.
     """
@@ -344,7 +344,7 @@ class ResidentStep:
 
     @contextlib.contextmanager
     def _fork(self) -> Iterator[None]:
-        """What is launched inside runs beside what follows, until ``_join``."""
+        """Launch the kernels of this block on a second stream, in parallel with later ones, until ``_join``."""
         if self._aux is None:
             yield
             return

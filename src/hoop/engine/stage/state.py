@@ -6,7 +6,7 @@
 holds the contribution of one shard:
 
     parameters   the gradient
-    buffers      the change of the buffers by the shard's forward (of a batch norm's running mean, for example)
+    buffers      the change of the buffers by the shard's forward (batch norm's running statistics)
     tail         metrics (loss, hits, samples), stop and move requests, each rank's seconds per shard
     provenance   the device that computed the shard, and a fingerprint of its samples (``provenance.py``)
 
@@ -57,7 +57,7 @@ StateRow = tuple[str, int, int, int, str, int]
 
 
 def padded(count: int, to: int = PAD) -> int:
-    """The least multiple of ``to`` that is not below ``count``."""
+    """``count``, rounded up to a multiple of ``to``."""
     return -(-count // to) * to
 
 
@@ -341,7 +341,7 @@ class StageState:
         """Bring the state in the arena up to date, if a GPU has a newer one. Called before the arena is read."""
 
     def on_arena_change(self) -> None:
-        """The state in the arena was overwritten, and is the current one. The copy on a GPU is out of date."""
+        """Called after a recovery or a checkpoint has overwritten the arena's state: a copy on a GPU is out of date."""
 
     def read_inputs(self, data: Dataset, samples: Indices, out: Batch) -> Tensor:
         """Return the inputs of these samples for ``evaluate``; ``out`` is memory for a batch in host memory."""
@@ -422,10 +422,10 @@ class StageState:
             tail[SPEED + rank] = seconds
 
     def rotate_total_buffer(self) -> None:
-        """Write totals to another buffer from now on: a rank declared dead may still write to the current one.
+        """Switch to another total buffer: a rank declared dead may still write to the current one.
 
-        If the arena has no room for one more, it is the one that was used longest ago; the memory check at the start
-        counts two.
+        Allocates a new buffer while there are fewer than ``NUM_TOTAL_BUFFERS`` and the arena has room, else reuses the
+        oldest. The memory check counts two buffers.
         """
         self._older_totals.append(self.total_buffer)
         self._rotations += 1
