@@ -124,11 +124,13 @@ def test_hoop_train_rejects_an_older_version(torch_is: Any) -> None:
 
 
 def test_hoop_train_warns_about_a_newer_version(torch_is: Any) -> None:
-    from hoop.cli.train import _launch
+    from hoop.cli.device_source import DeviceSource
+    from hoop.cli.train import RunFolder, _launch
 
     torch_is(NEW)
     coordinator = Addresses.parse("127.0.0.1:1", "--coordinator")
-    launch = _launch("mnist", {}, 2, 1 << 20, None, False, coordinator, None)
+    source = DeviceSource(2, timeout_s=1.0, coordinator=coordinator)
+    launch = _launch("mnist", {}, 1 << 20, RunFolder(None, resume=False, begin_again=False), source)
     (warning,) = launch.warnings
     assert re.match(TOO_NEW, warning)
 

@@ -6,10 +6,10 @@ import contextlib
 import json as json_module
 import os
 import signal
-import socket
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,25 +19,25 @@ import typer
 from hoop import job_events as ev
 from hoop import torch_versions
 from hoop.cli import options
+from hoop.cli.device_source import SchedulerOptions, find_devices, run_rank_of_scheduler
 from hoop.cli.output import echo
 from hoop.cli.running import ENDING, not_ignored
-from hoop.config import parse_duration, parse_size
+from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.membership.replication import check_replicas
-from hoop.resources import TRAINING, Request, admit
-from hoop.schedulers.catalog import NAMES, RAY, find_placement
+from hoop.resources import Request, admit
+from hoop.schedulers.catalog import NAMES
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
-from hoop.topology import Address, Addresses, DeviceRange, PortRange
+from hoop.topology import DeviceRange
 
 if TYPE_CHECKING:
+    from hoop.cli.device_source import DeviceSource
     from hoop.cli.run_dashboard import RunDashboard
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
-    from hoop.launch.ray_cluster import Ray
     from hoop.runs.training import Launch
-    from hoop.schedulers.base import Placement
-    from hoop.wire.auth import Credentials
+    from hoop.topology import Addresses
 
 SCHEDULERS = "Schedulers"
 
@@ -237,18 +237,15 @@ def train(
     [bold]--on ray[/bold] the devices are actors of a Ray cluster.
     """
     started = time.monotonic()
-    from hoop.cli.training_view import PlainView, View, show_recipes
-    from hoop.wire.auth import find_credentials
-    from hoop.wire.roles import Role
-
     # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from hoop.cli.training_view import PlainView, View, show_recipes
+
     if list_:
         show_recipes(json)
         return
-    if auto_resume:
-        resume = _can_resume(out)
-    if job is None and not (resume and out is not None):
+    folder = RunFolder(out, resume or (auto_resume and _has_checkpoint(out)), auto_resume)
+    if job is None and not (folder.resume and out is not None):
         raise InvalidArgument("job: none given; try: hoop train mnist, or hoop train --list")
     given = {
         "strategy": strategy,
@@ -267,61 +264,31 @@ def train(
         "require_same_bits": require_same_bits or None,
         "faults": ";".join(fault) if fault else None,
     }
-    changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
     wanted = DeviceRange.parse(devices, "--devices") if devices is not None else None
-    if wanted is not None and (wanted.most or "max_devices" not in changes):
-        changes["max_devices"] = wanted.most
+    changes = _changes(given, set_ or [], wanted)
     size = parse_size(memory, "--memory")
     priced = read_costs(costs) if costs else None
-    if strategy is not None:
-        parse(strategy)
-    there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
-    placement = _placement(on, meet, port, wanted, there)
-    ray = _ray(on, wanted, meet_timeout, ray_address, ray_cpus, ray_gpus, ray_placement)
+    scheduler = SchedulerOptions(on, meet, port, meet_timeout, interface, device_ports)
+    on_ray = {"address": ray_address, "cpus": ray_cpus, "gpus": ray_gpus, "placement": ray_placement}
+    source = find_devices(scheduler, on_ray, coordinator, wanted)
     if max_restarts is not None:
         from hoop.runs.training import check_restarts
 
-        check_restarts(max_restarts, there or placement or ray)
-    if there is None and ((token_file and placement is None) or tls):
-        raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
-    _check_detach(detach, there, out, resume)
-    page = _dashboard(dashboard, address_file, detach or ray is not None, token_file, tls)
-    if page is not None:
-        address_file = page.address_file
-    listening = _listening(placement, interface, device_ports)
-    first, timeout_s = wanted.first if wanted else None, parse_duration(meet_timeout, "--meet-timeout")
-    if placement is not None:
-        from hoop.runs.meeting import rank_credentials
-
-        first = wanted.first if wanted else placement.world_size
-        credentials = rank_credentials(placement, token_file)
-        if placement.local_rank == 0:
-            admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
-        if placement.rank:
-            raise typer.Exit(_run_rank(placement, job, changes, listening, size, credentials, timeout_s))
-    elif there is None and ray is None and first is not None:
-        admit(Request(first, size, options=("--devices", "--memory")))
+        check_restarts(max_restarts, source.starter)
+    source = source.with_credentials(token_file, tls)
+    _check_detach(detach, source.coordinator, folder)
+    page = _dashboard(dashboard, address_file, detach or source.ray is not None, token_file, tls)
+    source.admit(size)
+    if source.placement is not None and source.placement.rank:
+        raise typer.Exit(run_rank_of_scheduler(source, job, changes, size))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
-        here = there is None and ray is None
-        launch = _launch(job, changes, first, size, out, resume, there, address_file, auto_resume, load=here)
-        launch = replace(launch, costs=priced, meet_timeout_s=timeout_s, max_restarts=max_restarts)
-        if launch.device_reason:
-            admit(Request(launch.devices or 1, size, options=("--devices", "--memory")))
-            several = "s" * (launch.devices != 1)
-            view.say(f"{launch.devices} device{several}: {launch.device_reason}; --devices sets another number")
-        if there is not None:
-            launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
-        if placement is not None:
-            launch = replace(launch, credentials=credentials, placement=placement)
-            launch = replace(launch, device_host=listening[0], device_ports=listening[1])
-            view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
-        if ray is not None:
-            from hoop.runs.device_count import DEFAULT_DEVICES
-
-            launch = replace(launch, ray=ray.with_range(DeviceRange(launch.devices or DEFAULT_DEVICES)))
+        launch = _launch(job, changes, size, folder, source)
+        watched = page.address_file if page is not None else address_file
+        launch = replace(launch, costs=priced, max_restarts=max_restarts, address_file=watched)
+        _say_devices(launch, view)
         if detach:
             _detach(launch, json, token_file, tls, view)
             return
@@ -336,116 +303,49 @@ def train(
         raise FailedPrecondition(f"--out: the trained weights are not kept in {out}; what is wrong is said above")
 
 
-def _can_resume(out: Path | None) -> bool:
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, and whether this run begins there or goes on."""
+
+    path: Path | None
+    """``--out``; None: no files are kept."""
+    resume: bool
+    """Go on from its newest checkpoint."""
+    begin_again: bool
+    """Without one begin, also in a folder of a run that has written none (``--auto-resume``)."""
+
+
+def _has_checkpoint(out: Path | None) -> bool:
     """Whether ``--auto-resume`` goes on with a run, or begins one."""
     if out is None:
         raise InvalidArgument("--auto-resume: it needs --out, the folder of the run to go on with")
     return any((out / "checkpoints").glob("*.safetensors"))
 
 
-def _placement(
-    on: str | None, meet: str | None, port: int | None, devices: DeviceRange | None, there: Addresses | None
-) -> Placement | None:
-    """The place of this process in a run that a scheduler started; None: it is a run of its own, or a client."""
-    if there is not None:
-        if on is not None:
-            raise InvalidArgument(
-                "--on: with --coordinator the devices are those of that cluster; leave out one of them"
-            )
-        return None
-    placement = find_placement(os.environ, on, Address.parse(meet, "--meet") if meet else None, port)
-    if placement is None or devices is None:
-        return placement
-    size = placement.world_size
-    if devices.first > size or (devices.most or devices.first) < size:
-        raise InvalidArgument(
-            f"--devices: {devices}, where {placement.scheduler} has started {size} processes, each of "
-            f"which is a device; leave it out, give a range such as 1:{size}, or add --on local for a run of this "
-            "process alone"
-        )
-    return placement
+def _changes(given: Mapping[str, Any], set_: list[str], devices: DeviceRange | None) -> dict[str, Any]:
+    """Settings that the command line changes: by options of their own, and by ``--set``."""
+    changes = {key: value for key, value in given.items() if value is not None} | _settings(set_)
+    if devices is not None and (devices.most or "max_devices" not in changes):
+        changes["max_devices"] = devices.most
+    if given["strategy"] is not None:
+        parse(given["strategy"])
+    return changes
 
 
-def _listening(placement: Placement | None, interface: str | None, ports: str | None) -> tuple[str, PortRange]:
-    """The address and the ports that this rank's device listens on; an empty address: all, or loopback."""
-    if placement is None:
-        if interface is not None or ports is not None:
-            raise InvalidArgument(
-                f"{'--interface' if interface is not None else '--device-ports'}: for ranks that a scheduler started; "
-                "devices of this machine use loopback, and hoop device has --interface, --port and --data-port"
-            )
-        return "", PortRange()
-    chosen = PortRange.parse(ports, "--device-ports") if ports is not None else PortRange()
-    if interface is None:
-        return "", chosen
-    from hoop.servers.advertised_address import interface_address
-
-    assert placement.meeting_point is not None, "checked by find_placement"
-    if placement.meeting_point.is_loopback:
-        raise InvalidArgument(f"--interface: {interface}, where all ranks are on this host and meet on loopback")
-    return interface_address(interface), chosen
+def _say_devices(launch: Launch, view: PlainView) -> None:
+    """Says how many devices Hoop has chosen, after a check that they fit, or where the ranks of a scheduler meet."""
+    if launch.device_reason:
+        admit(Request(launch.devices or 1, launch.memory, options=("--devices", "--memory")))
+        several = "s" * (launch.devices != 1)
+        view.say(f"{launch.devices} device{several}: {launch.device_reason}; --devices sets another number")
+    if launch.placement is not None:
+        view.say(f"{launch.placement}: the ranks meet at {launch.placement.meeting_point} …")
 
 
-def _ray(
-    on: str | None,
-    devices: DeviceRange | None,
-    timeout: str,
-    address: str | None,
-    cpus: float | None,
-    gpus: float | None,
-    placement: str | None,
-) -> Ray | None:
-    """The options of a run on Ray; None: it is not on Ray, and must have none of them."""
-    given = {"address": address, "cpus": cpus, "gpus": gpus, "placement": placement}
-    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if on != RAY:
-        if found:
-            raise InvalidArgument(f"{', '.join(f'--ray-{name}' for name in found)}: for --on {RAY}, which is missing")
-        return None
-    from hoop.launch.ray_cluster import Ray, import_ray
-
-    import_ray()
-    where = Ray(timeout_s=parse_duration(timeout, "--meet-timeout"), **found)
-    return where if devices is None else where.with_range(devices)
-
-
-def _run_rank(
-    placement: Placement,
-    job: str | None,
-    changes: dict[str, Any],
-    listening: tuple[str, PortRange],
-    memory: int,
-    credentials: Credentials,
-    timeout_s: float,
-) -> int:
-    """Loads the job and its data, and runs the device of a rank other than 0; returns the exit code.
-
-    Errors name the rank and its host: the job's code or data may be missing on one of many.
-    """
-    torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
-    from hoop.cli.rank_device import run_rank
-    from hoop.engine.entrypoint import train_rank
-    from hoop.runs.job_lookup import job_named, resolved
-    from hoop.runs.meeting import rank_device
-
-    point = placement.meeting_point
-    assert point is not None, "checked by find_placement"
-    # What a user's own code prints goes to standard error, as in rank 0.
-    with contextlib.redirect_stdout(sys.stderr):
-        config = rank_device(placement, memory, credentials, timeout_s, *listening)
-        try:
-            if job is not None:  # else rank 0 takes it from its run
-                name = resolved(job)
-                job_named(name).defaults(name).replaced(changes).check()
-            return run_rank(point, config, partial(train_rank, jobs=options.check_jobs(None)))
-        except HoopError as error:
-            raise type(error)(f"{placement} on {socket.gethostname()}: {error}") from None
-
-
-def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resume: bool) -> None:
+def _check_detach(detach: bool, there: Addresses | None, folder: RunFolder) -> None:
     if detach and there is None:
         raise InvalidArgument("--detach: it needs --coordinator, a cluster that outlives this command")
-    if detach and out is not None and not resume:
+    if detach and folder.path is not None and not folder.resume:
         raise InvalidArgument(
             "--out: the command that follows a job writes its files; use hoop attach JOB --out FOLDER"
         )
@@ -488,20 +388,8 @@ def _settings(given: list[str]) -> dict[str, Any]:
     return found
 
 
-def _launch(
-    job: str | None,
-    changes: dict[str, Any],
-    devices: int | None,
-    memory: int,
-    out: Path | None,
-    resume: bool,
-    coordinator: Addresses | None,
-    address_file: Path | None,
-    begin_again: bool = False,
-    load: bool = True,
-) -> Launch:
-    """Checks everything that can be wrong before anything runs. ``begin_again``: ``out`` may hold a run without a
-    checkpoint. ``load``: devices are forked from this process, and share the data that is loaded now."""
+def _launch(job: str | None, changes: dict[str, Any], memory: int, folder: RunFolder, source: DeviceSource) -> Launch:
+    """Checks everything that can be wrong before anything runs."""
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import newest_checkpoint
@@ -510,8 +398,10 @@ def _launch(
     from hoop.runs.run_recorder import saved_settings
     from hoop.runs.training import Launch
 
-    found = None
-    if resume:
+    found, out, devices = None, folder.path, source.devices
+    # Devices are forked from this process, and share the data that is loaded now.
+    load = source.forked
+    if folder.resume:
         if out is None:
             raise InvalidArgument("--resume: it needs --out, the folder of the run to go on with")
         saved, count = saved_settings(out)
@@ -520,7 +410,7 @@ def _launch(
         name, devices, found = saved.job, devices or count, newest_checkpoint(out)
     else:
         assert job is not None, "checked by the caller"
-        if out is not None and (out / "checkpoints").is_dir() and not begin_again:
+        if out is not None and (out / "checkpoints").is_dir() and not folder.begin_again:
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
         name, saved = resolved(job), None
     known = job_named(name, load)
@@ -535,16 +425,7 @@ def _launch(
     if settings.faults and devices is not None and load:  # on a cluster the devices do: they have the data
         check_faults(settings, devices, len(known.data().train))
     warnings = (untested,) if untested else ()
-    launch = Launch(
-        settings,
-        devices,
-        memory,
-        out,
-        warnings=warnings,
-        coordinator=coordinator,
-        address_file=address_file,
-        device_reason=reason,
-    )
+    launch = source.place(Launch(settings, devices, memory, out, warnings=warnings, device_reason=reason))
     if found is None:
         return launch
     return replace(launch, resume=found.path, warnings=(*warnings, *found.warnings))
