@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.transport import open_transport
+from hoop.transport.shm_endpoint import ShmEndpoint
 
 pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
 
@@ -115,15 +117,29 @@ def test_ranks_fail_when_a_peer_leaves_before_it_connects(scheme: str) -> None:
         for communicator in communicators:
             opened.callback(communicator.close)
         communicators[2].close()
-        waiting = [threads.submit(run_or_close, comm, operation, PROMPT_S / 2) for comm in communicators[:2]]
+        waiting = [threads.submit(run_or_close, comm, operation) for comm in communicators[:2]]
         for error in outcomes(waiting):
             assert isinstance(error, PeerLost), repr(error)
+
+
+def wait_until_begun(comm: Communicator, ranks: Sequence[int]) -> None:
+    """Returns when these ranks have entered the first barrier of an operation, or sent their first message here."""
+    endpoint = comm.endpoint
+    if isinstance(endpoint, ShmEndpoint):
+        counts, own = endpoint._barrier_counts, int(endpoint._own_barrier_count[0])
+        wait_until(lambda: all(int(counts[rank][0]) > own for rank in ranks), "the others in their barrier")
+        return
+    for rank in ranks:
+        while not endpoint.wait_readable([rank], deadline_in()):
+            pass
 
 
 def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:
     operation = Operation("all_reduce", COUNT, algorithm="naive")
 
     def worker(comm: Communicator) -> Report | None:
+        if comm.rank == 0:
+            wait_until_begun(comm, (1, 3))  # else it could name one of them at its deadline
         return run_or_close(comm, operation, timeout=0.2 if comm.rank == 0 else LONG_S) if comm.rank != 2 else None
 
     errors = failures(four.start(worker), without=2)
@@ -180,7 +196,7 @@ def test_an_operation_that_a_rank_has_not_entered_fails_when_it_is_resumed(schem
         resume, resume_other = (suspended(comm, operation, vector.copy()) for comm in (first, second))
         third.close()
         for comm, go_on in ((first, resume), (second, resume_other)):
-            wait_until(lambda comm=comm: sees_a_loss(comm), "that rank 2 has left")
+            wait_until(partial(sees_a_loss, comm), "that rank 2 has left")
             started = time.monotonic()
             with pytest.raises(PeerLost, match="rank 2 at "):
                 go_on()
