@@ -31,6 +31,7 @@ from bokeh.client import pull_session
 from bokeh.core.serialization import Deserializer
 from bokeh.document import Document
 from bokeh.util.token import get_session_id
+from free_ports import free_port
 from tornado.ioloop import IOLoop
 
 import hoop
@@ -362,8 +363,7 @@ def shard_numbers(text: str) -> list[int]:
 def test_links_over_tcp_have_their_bytes(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
     coordinator = start("coordinator")
     for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         # With an advertised address a device shares no memory with others.
         data = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}")
         assert start("device", "--join", coordinator.address, "--memory", "64MiB", *data).first_line
