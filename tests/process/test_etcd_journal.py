@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Connect = Callable[..., hoop.Cluster]
     Wait = Callable[..., Any]
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
