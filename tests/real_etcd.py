@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from hoop.errors import DeadlineExceeded
 from hoop.servers.etcd_journal import Etcd
@@ -21,18 +21,11 @@ from hoop.topology import Addresses
 from hoop.wire.generated import etcd_pb2 as pb
 
 PROGRAM = os.environ.get("HOOP_ETCD") or shutil.which("etcd")
-START_S = 30.0
+START_S = 120.0
 needs_etcd = pytest.mark.skipif(
     PROGRAM is None, reason="etcd is not on PATH (Debian: etcd-server), nor does HOOP_ETCD name it"
 )
 ENV = {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"} if platform.machine() == "aarch64" else None
-
-
-def free_port() -> int:
-    """A port that is free now, for a server whose address must be known before it starts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RealEtcd:

@@ -34,9 +34,9 @@ NUMPY = "shm-numpy"
 SHARED_MEMORY = ("shm", NUMPY)
 """Transports over shared memory, for which the catalog has additional algorithms."""
 COMMUNICATOR = 7
-LONG_S = 60.0
+LONG_S = 240.0
 """A timeout that expires only in a failing test."""
-PROMPT_S = 10.0
+PROMPT_S = 60.0
 """Well below LONG_S: a call that returns within it was woken and did not run into its deadline."""
 
 T = TypeVar("T")

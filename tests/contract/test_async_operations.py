@@ -121,12 +121,13 @@ def test_a_wait_that_times_out_can_be_repeated(three: Ranks) -> None:
 
 
 def test_a_failure_fails_the_operations_behind_it(three: Ranks) -> None:
-    left = threading.Event()
+    finished, left = threading.Barrier(N), threading.Event()
 
     def worker(comm: Communicator) -> list[HoopError]:
         data = [vector(comm, count) for count in (10, 20, 30)]
         first = comm.start(sum_of(10), data[0], data[0], LONG_S)
         first.wait(LONG_S)
+        finished.wait(LONG_S)  # before, another rank may still be inside the first operation
         if comm.rank == 2:
             comm.close()
             left.set()

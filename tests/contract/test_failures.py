@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
-from exchange import wait_until_running
-from ranks import LONG_S, PROMPT_S, SHARED_MEMORY, URIS, Ranks, endpoints_of, outcomes
+from exchange import wait_until, wait_until_running
+from ranks import LONG_S, PROMPT_S, SHARED_MEMORY, URIS, Ranks, deadline_in, endpoints_of, outcomes
 
 from hoop.collectives.communicator import Communicator, Report
+from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.transport import open_transport
+from hoop.transport.shm_endpoint import ShmEndpoint
 
 pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
 
@@ -114,15 +117,29 @@ def test_ranks_fail_when_a_peer_leaves_before_it_connects(scheme: str) -> None:
         for communicator in communicators:
             opened.callback(communicator.close)
         communicators[2].close()
-        waiting = [threads.submit(run_or_close, comm, operation, PROMPT_S / 2) for comm in communicators[:2]]
+        waiting = [threads.submit(run_or_close, comm, operation) for comm in communicators[:2]]
         for error in outcomes(waiting):
             assert isinstance(error, PeerLost), repr(error)
+
+
+def wait_until_begun(comm: Communicator, ranks: Sequence[int]) -> None:
+    """Returns when these ranks have entered the first barrier of an operation, or sent their first message here."""
+    endpoint = comm.endpoint
+    if isinstance(endpoint, ShmEndpoint):
+        counts, own = endpoint._barrier_counts, int(endpoint._own_barrier_count[0])
+        wait_until(lambda: all(int(counts[rank][0]) > own for rank in ranks), "the others in their barrier")
+        return
+    for rank in ranks:
+        while not endpoint.wait_readable([rank], deadline_in()):
+            pass
 
 
 def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:
     operation = Operation("all_reduce", COUNT, algorithm="naive")
 
     def worker(comm: Communicator) -> Report | None:
+        if comm.rank == 0:
+            wait_until_begun(comm, (1, 3))  # else it could name one of them at its deadline
         return run_or_close(comm, operation, timeout=0.2 if comm.rank == 0 else LONG_S) if comm.rank != 2 else None
 
     errors = failures(four.start(worker), without=2)
@@ -135,6 +152,57 @@ def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:
     for rank, other in ((1, 3), (3, 1)):
         gone = (0, other) if four.scheme in SHARED_MEMORY else (0,)
         assert assert_located(rank, errors[rank], operation) in gone
+
+
+def suspended(comm: Communicator, operation: Operation, vector: Array) -> Callable[[], None]:
+    """Enters the first barrier of the operation; returns the function that goes on with it."""
+    resume = comm.prepared(operation).try_run(vector, vector, time.monotonic(), deadline_in())
+    assert resume is not None, "the other ranks have not come"
+    return resume
+
+
+def sees_a_loss(comm: Communicator) -> bool:
+    try:
+        comm.endpoint.raise_failure()
+    except PeerLost:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("scheme", SHARED_MEMORY)
+def test_an_operation_that_every_rank_has_entered_completes_though_one_has_left(scheme: str) -> None:
+    """Rank 1 finishes it and leaves before rank 0, which has no processor, goes on; only the next one fails."""
+    with Ranks(scheme, 2) as ranks:
+        operation = Operation("all_reduce", 4)
+        vectors = [np.full(4, rank + 1, np.float32) for rank in range(2)]
+        ranks.run(lambda comm: comm.run(operation, vectors[comm.rank].copy(), vectors[comm.rank].copy(), LONG_S))
+        first, second = ranks.communicators
+        resume = suspended(first, operation, vectors[0])
+        second.run(operation, vectors[1], vectors[1], LONG_S)
+        second.close()
+        wait_until(lambda: sees_a_loss(first), "rank 0 sees that rank 1 has left")
+        resume()
+        assert vectors[0].tolist() == [3.0] * 4
+        with pytest.raises(PeerLost, match="rank 0: rank 1 at "):
+            first.run(operation, vectors[0], vectors[0], LONG_S)
+
+
+@pytest.mark.parametrize("scheme", SHARED_MEMORY)
+def test_an_operation_that_a_rank_has_not_entered_fails_when_it_is_resumed(scheme: str) -> None:
+    with Ranks(scheme, 3) as ranks:
+        operation, vector = Operation("all_reduce", 4), np.ones(4, np.float32)
+        ranks.run(lambda comm: comm.run(operation, vector.copy(), vector.copy(), LONG_S))
+        first, second, third = ranks.communicators
+        resume, resume_other = (suspended(comm, operation, vector.copy()) for comm in (first, second))
+        third.close()
+        for comm, go_on in ((first, resume), (second, resume_other)):
+            wait_until(partial(sees_a_loss, comm), "that rank 2 has left")
+            started = time.monotonic()
+            with pytest.raises(PeerLost, match="rank 2 at "):
+                go_on()
+            with pytest.raises(PeerLost, match="rank 2 at "):
+                comm.run(operation, vector, vector, LONG_S)
+            assert time.monotonic() - started < PROMPT_S
 
 
 def test_an_abort_wakes_every_rank(four: Ranks) -> None:

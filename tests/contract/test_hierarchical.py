@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -553,13 +554,22 @@ def test_the_next_generation_works_after_a_failure(placement: str) -> None:
             assert ranks.run(succeeding) == [1000.0 * sum(range(len(hosts)))] * len(hosts)
 
 
-def test_an_absent_rank_is_named_by_its_global_rank(tmp_path: Path) -> None:
-    hosts = PLACEMENTS["2x2"]
+def test_an_absent_rank_is_named_by_its_global_rank() -> None:
+    """Rank 2 gives up alone: it could name another rank that gave up first."""
+    hosts, given_up = PLACEMENTS["2x2"], threading.Event()
     with Ranks("hybrid", 4, hosts) as ranks:
         operation = Operation("all_reduce", 1000)
 
         def worker(comm: Communicator) -> Any:
-            return run_or_close(comm, operation, timeout=0.3) if comm.rank != 3 else None
+            if comm.rank == 3:
+                assert given_up.wait(LONG_S)
+                comm.close()
+                return None
+            try:
+                return run_or_close(comm, operation, 0.3 if comm.rank == 2 else LONG_S)
+            finally:
+                if comm.rank == 2:
+                    given_up.set()
 
         errors = outcomes(ranks.start(worker))
         assert "rank 2: waiting for rank 3 at" in str(errors[2]), errors[2]

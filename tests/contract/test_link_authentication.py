@@ -154,7 +154,7 @@ def recv_exactly(sock: socket.socket, size: int) -> bytes:
 def test_memory_is_not_sent_to_another_user() -> None:
     """Any user can bind an abstract socket name and wait there for file descriptors."""
     ours, theirs = socket.socketpair()
-    other_user = Address("anywhere", 1000)
+    other_user = Address("anywhere", 1024 + os.getpid() % 60_000)  # a name of this process alone
     pid = os.fork()
     if not pid:  # a process of another user listens at the name of the peer
         with contextlib.suppress(BaseException), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

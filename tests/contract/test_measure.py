@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import URIS, Ranks, deadline_in
+from ranks import LONG_S, URIS, Ranks, deadline_in
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
@@ -28,7 +28,7 @@ def test_all_ranks_agree_on_link_costs(scheme: str, size: int) -> None:
 
 def _sum(comm: Communicator) -> np.ndarray:
     vector = np.full(3, comm.rank, np.float32)
-    comm.run(Operation("all_reduce", 3, dtype("float32")), vector, vector, 60.0)
+    comm.run(Operation("all_reduce", 3, dtype("float32")), vector, vector, LONG_S)
     return vector
 
 

@@ -71,7 +71,7 @@ def deliver(transport: TcpTransport, communicator: int, frames: list[bytes]) -> 
         sock.shutdown(socket.SHUT_WR)
         try:
             while True:
-                received.append(int.from_bytes(receive(endpoint, 1, 8, deadline_in(5)), "little"))
+                received.append(int.from_bytes(receive(endpoint, 1, 8, deadline_in()), "little"))
         except (LinkCorrupted, MembershipChanged, PeerLost):
             pass
         except DeadlineExceeded:

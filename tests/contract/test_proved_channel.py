@@ -18,7 +18,7 @@ from hoop.wire.proofs import COORDINATOR_TARGET, Verifier
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 TOKEN = Token.parse(new_token())
 CREDENTIALS = Credentials(Role.DEVICE, TOKEN)
 UNARY, ANSWERS, REQUESTS, BOTH = (

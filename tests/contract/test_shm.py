@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from ranks import LONG_S, deadline_in
 
 from hoop.errors import DeadlineExceeded
 from hoop.memory import Arena
@@ -28,7 +28,7 @@ class _DelayedTransport(ShmTransport):
         super().__init__(address)
 
     def _accept(self) -> None:
-        self.may_accept.wait(10)
+        self.may_accept.wait(LONG_S)
         super()._accept()
 
 
@@ -42,11 +42,11 @@ def test_wait_for_peers_returns_once_the_peers_have_opened_its_memory() -> None:
         assert isinstance(first, SharedEndpoint)
         assert isinstance(second, SharedEndpoint)
         with pytest.raises(DeadlineExceeded):
-            first.wait_for_peers(time.monotonic() + 0.2)
+            first.wait_for_peers(deadline_in(0.2))
         slow.may_accept.set()
-        first.wait_for_peers(time.monotonic() + 10)
+        first.wait_for_peers(deadline_in())
         first.close()
-        second.wait_for_peers(time.monotonic() + 10)
+        second.wait_for_peers(deadline_in())
     finally:
         slow.may_accept.set()
         quick.close()
@@ -68,7 +68,7 @@ def test_a_closed_endpoint_does_not_keep_the_memory_of_its_peers(tmp_path: Path)
             first, second = (transport.endpoint(7, 1, rank, peers) for rank, transport in enumerate(transports))
             for endpoint in (first, second):
                 assert isinstance(endpoint, SharedEndpoint)
-                endpoint.wait_for_peers(time.monotonic() + 10)
+                endpoint.wait_for_peers(deadline_in())
             assert mappings(other) == 2  # its owner's and its peer's
             first.close()
             assert mappings(other) == 1
@@ -158,7 +158,7 @@ def test_named_semaphores_are_unlinked_once_all_ranks_have_opened_them(
         assert isinstance(second, SharedEndpoint)
         assert shm_files(os.getpid()) != [] or not Path("/dev/shm").exists()
         other.may_accept.set()
-        deadline = time.monotonic() + 10
+        deadline = deadline_in()
         first.wait_for_peers(deadline)
         second.wait_for_peers(deadline)
         assert shm_files(os.getpid()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from hoop.collectives.rank_context import RankContext
 from hoop.engine.trainer import Trainer
 from hoop.memory import Arena
 from hoop.transport import open_transport
+
+LONG_S = 60.0
 
 
 @pytest.fixture
@@ -41,5 +44,8 @@ def test_the_model_is_released_with_the_trainer(tmp_path: Path, job: str, strate
         model, executor = weakref.ref(trainer._setup.model), weakref.ref(trainer.executor)
         trainer.close()
         del trainer
+        deadline = time.monotonic() + LONG_S
+        while (model() or executor()) and time.monotonic() < deadline:
+            time.sleep(0.001)  # a thread that the trainer has ended may still hold its last task
         left = [one() for one in (model, executor)]
         assert left == [None, None], [[type(holder) for holder in gc.get_referrers(one)] for one in left if one]

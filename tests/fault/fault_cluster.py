@@ -55,8 +55,8 @@ class ClusterProcesses:
         self.folder, self._cleanup = folder, cleanup
         self.coordinator = self.start_coordinator("--port", "0")
         self.devices = [self.start_device("--id", str(number)) for number in range(1, devices + 1)]
-        self.cluster = cleanup.enter_context(hoop.connect(self.address))
-        self.cluster.wait_for_devices(devices)
+        self.cluster = cleanup.enter_context(hoop.connect(self.address, connect_timeout=TIMEOUT_S))
+        self.cluster.wait_for_devices(devices, TIMEOUT_S)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         with open(self.folder / f"{arguments[0]}.err", "ab") as errors:

@@ -43,7 +43,7 @@ def train_until_all_killed(
     processes: ClusterProcesses, strategy: Sequence[str], instructions: Sequence[str], step: int = STEP
 ) -> tuple[int, subprocess.Popen[str]]:
     devices = [processes.start_device(*arena_options(processes.folder, number)) for number in (1, 2)]
-    processes.cluster.wait_for_devices(2)
+    processes.cluster.wait_for_devices(2, TIMEOUT_S)
     faults = [
         f"kill@rank={rank},step={step},instruction={instruction}" for rank, instruction in enumerate(instructions)
     ]
@@ -148,7 +148,7 @@ def test_a_device_with_different_data_is_refused(tmp_path: Path) -> None:
     (jobs / "sized.py").write_text(JOB_SOURCE)
     with running_cluster(0, tmp_path) as processes:
         processes.start_device("--id", "1", "--jobs", str(jobs))
-        processes.cluster.wait_for_devices(1)
+        processes.cluster.wait_for_devices(1, TIMEOUT_S)
         run = processes.start("train", f"{jobs / 'sized.py'}:job", "--json", "--coordinator", processes.address)
         job = wait_for_job(processes.cluster)
         wait_for_event(processes.cluster, job, ev.Steps)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 OWNER = """
 import sys
 from pathlib import Path
 from hoop.lab.chaos.processes import ClusterProcesses
 from hoop.client.cluster import connect
 with ClusterProcesses(Path(sys.argv[1]), 1, 1 << 20) as fleet, connect(fleet.address) as cluster:
-    cluster.wait_for_devices(1)
+    cluster.wait_for_devices(1, 240.0)
     print(fleet.coordinator.pid, fleet.devices[0].pid, flush=True)
     sys.stdin.read()
 """

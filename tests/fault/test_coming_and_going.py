@@ -86,7 +86,7 @@ def test_a_killed_device_rejoins_on_its_arena(tmp_path: Path) -> None:
     long, arena = ("--set", "epochs=40"), ("--id", "9", "--arena", str(tmp_path / "arena"))
     with running_cluster(1, tmp_path) as processes:
         first = processes.start_device(*arena)
-        processes.cluster.wait_for_devices(2)
+        processes.cluster.wait_for_devices(2, TIMEOUT_S)
         out = ("--out", str(tmp_path / "out"))
         run = processes.start("train", *JOB, *long, *LARGE_SLOWDOWN, "--json", "--coordinator", processes.address, *out)
         job = wait_for_job(processes.cluster)

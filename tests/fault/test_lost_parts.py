@@ -249,7 +249,7 @@ def test_with_two_replicas_the_asynchronous_ring_rolls_back() -> None:
 
 def test_a_lost_machine_is_recovered() -> None:
     """Two neighbouring ranks die at once: their replicas are on the other host."""
-    job_settings, faults = settings("pipeline:1f1b", **EPOCH), [Fault(1, "keeps", 3), Fault(0, "keeps", 3)]
+    job_settings, faults = settings("pipeline:1f1b", **EPOCH), [Fault(1, "keeps", 3, others=(0,))]
     results = run_with_faults(4, job_settings, JOBS["normed"], faults, hosts="aabb")
     reference = "normed", tuple(EPOCH.items())
     check(results, alone(*reference), 2, alone_losses(*reference))
@@ -356,7 +356,7 @@ def test_an_asynchronous_server_rolls_back_a_lost_workers_span(mode: str) -> Non
         pytest.param(
             "pipeline:1f1b",
             4,
-            [Fault(1, "keeps", 10), Fault(2, "keeps", 10)],
+            [Fault(1, "keeps", 10, others=(2,))],
             {},
             rf"1\.0\.weight.* was lost: go on from the checkpoint of step {STEPS}",
             id="two neighbours at once",

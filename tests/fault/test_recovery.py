@@ -39,7 +39,7 @@ def running_cluster(devices: int, folder: Path) -> Iterator[Cluster]:
     try:
         assert up.stdout is not None
         assert up.stdout.readline().startswith("coordinator ")
-        with hoop.connect(address.read_text().strip()) as cluster:
+        with hoop.connect(address.read_text().strip(), connect_timeout=TIMEOUT_S) as cluster:
             yield cluster
     finally:
         up.send_signal(signal.SIGINT)
@@ -47,9 +47,7 @@ def running_cluster(devices: int, folder: Path) -> Iterator[Cluster]:
 
 
 def pids(cluster: Cluster) -> dict[int, int]:
-    return {
-        member.device.device_id: member.device.pid for member in cluster.status().devices if member.state == "alive"
-    }
+    return {member.device.device_id: member.device.pid for member in cluster.status().devices}
 
 
 def train_disturbed(

@@ -77,7 +77,7 @@ def test_a_device_is_killed_rejoins_another_leaves_and_a_third_joins(tmp_path: P
     with running_cluster(0, tmp_path) as processes:
         arenas = [("--id", str(number), "--arena", str(tmp_path / f"arena{number}")) for number in range(1, size + 1)]
         devices = [processes.start_device(*arena) for arena in arenas]
-        processes.cluster.wait_for_devices(size)
+        processes.cluster.wait_for_devices(size, TIMEOUT_S)
         out = tmp_path / "out"
         options = [*JOB, *long, *LARGE_SLOWDOWN, "--strategy", strategy, "--out", str(out), "--json"]
         run = processes.start("train", *options, "--coordinator", processes.address)

@@ -146,7 +146,7 @@ def test_a_cuda_error_does_not_change_the_weights(kind: str, strategy: str, text
 def test_if_all_devices_are_lost_they_start_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     out, limit = tmp_path / "run", ("--set", "max_steps=100")
     faults = ("--fault", "kill@rank=0,step=60", "--fault", "kill@rank=1,step=60")
-    with training(out, "-n", 2, *limit, *faults) as run:
+    with training(out, "-n", 2, *limit, *faults, MORTAL_RUN=str(out)) as run:
         printed, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0, errors
     assert "The devices start again from the checkpoint of step 52" in errors
@@ -156,7 +156,7 @@ def test_if_all_devices_are_lost_they_start_again_from_the_newest_checkpoint(tmp
 
 def test_without_restarts_the_error_names_the_remedy(tmp_path: Path) -> None:
     out, limit = tmp_path / "run", ("--set", "max_steps=100", "--max-restarts", 0)
-    with training(out, "-n", 1, *limit, "--fault", "kill@rank=0,step=60") as run:
+    with training(out, "-n", 1, *limit, "--fault", "kill@rank=0,step=60", MORTAL_RUN=str(out)) as run:
         _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 3
     assert f"hoop train --resume --out {out}" in " ".join(errors.split())

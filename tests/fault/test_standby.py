@@ -20,7 +20,8 @@ from fault_cluster import (
     wait_for_job,
     wait_for_step,
 )
-from real_etcd import RealEtcd, free_port, needs_etcd, running_etcd
+from free_ports import free_port
+from real_etcd import RealEtcd, needs_etcd, running_etcd
 from reported_rows import check_same
 
 from hoop import job_events as ev

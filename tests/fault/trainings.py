@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+from free_ports import free_port
 
 TIMEOUT_S = 400.0
 DRIVER = Path(__file__).parents[1] / "process" / "train_driver.py"
@@ -67,8 +67,7 @@ def tcp_cluster(devices: int) -> Iterator[str]:
     try:
         address = start("coordinator").split()[-1]
         for _ in range(devices):
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = str(probe.getsockname()[1])
+            port = str(free_port())
             data_options = "--data-port", port, "--advertise-data", f"127.0.0.1:{port}"
             start("device", "--join", address, *data_options, "--jobs", str(DRIVER.parent))
         yield address

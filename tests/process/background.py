@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from interrupts import interrupts
 HOOP = (sys.executable, "-m", "hoop")
 START_S = 120.0
 """Deadline for a process to start, on a machine that is busy with other tests."""
-END_S = 60.0
+END_S = 120.0
 GRPC_NOISE = re.compile(
     r'Traceback \(most recent call last\):\n  File "src/python/grpcio[^\n]*\nasyncio.exceptions.CancelledError\n'
 )
@@ -73,6 +74,13 @@ class Running:
     def errors(self) -> str:
         """Its standard error so far."""
         return self._log.read_text(errors="replace")
+
+    def wait_for_error(self, text: str, within: float = END_S) -> None:
+        """Waits until its standard error has this text."""
+        deadline, pause = time.monotonic() + within, threading.Event()
+        while text not in self.errors:
+            assert time.monotonic() < deadline, f"{self} did not write {text!r} within {within:g} s:\n{self.errors}"
+            pause.wait(0.01)
 
     def line(self, within: float = START_S) -> str:
         """The next line of its standard output."""

@@ -24,7 +24,7 @@ import preloaded
 from interrupts import interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
-READY_S, COMMAND_S, END_S = 60.0, 300.0, 20.0
+READY_S, COMMAND_S, END_S = 240.0, 400.0, 120.0
 PROGRAMS = {
     "hoop": ["-m", "hoop"],
     "python": [],

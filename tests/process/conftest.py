@@ -88,7 +88,7 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture
 def cluster(up: Running) -> Iterator[hoop.Cluster]:
     """A connection to the module's cluster for one test."""
-    with hoop.connect(up.address) as connected:
+    with hoop.connect(up.address, connect_timeout=START_S) as connected:
         yield connected
 
 
@@ -96,7 +96,9 @@ def cluster(up: Running) -> Iterator[hoop.Cluster]:
 def connect() -> Iterator[Callable[..., hoop.Cluster]]:
     """Opens connections for one test."""
     with ExitStack() as stack:
-        yield lambda address, **options: stack.enter_context(hoop.connect(address, **options))
+        yield lambda address, **options: stack.enter_context(
+            hoop.connect(address, **{"connect_timeout": START_S, **options})
+        )
 
 
 @pytest.fixture

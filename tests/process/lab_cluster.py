@@ -31,7 +31,7 @@ from lab_client import LabClient  # noqa: E402
 __all__ = ["LabClient", "lab"]
 """Tests import these from here, because this module puts examples/ on the path."""
 
-START_S, CALL_S, STOP_S = 60.0, 20.0, 20.0
+START_S, CALL_S, STOP_S = 240.0, 120.0, 120.0
 ERROR_LINE = re.compile(r"Traceback|never retrieved|a bug in Hoop|Exception ignored|Fatal|Segmentation")
 
 Result = TypeVar("Result")

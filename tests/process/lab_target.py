@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 from descriptor_stub import Stub
-from lab_cluster import Cluster, LabClient, channel_to, hoop_up, wait_for
+from lab_cluster import CALL_S, Cluster, LabClient, channel_to, hoop_up, wait_for
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
@@ -53,14 +53,14 @@ class Target:
         of_device = method.containing_service in (LAB_DEVICE, DEVICE)
         return self.device if of_device else self.coordinator
 
-    def call(self, name: str, request: Any, timeout: float = 20.0) -> Any:
+    def call(self, name: str, request: Any, timeout: float = CALL_S) -> Any:
         """Calls a method. A streaming method takes a list of requests, or returns a list of answers."""
         method = METHODS[name]
         stub = Stub(self.channel(method), method.containing_service)
         answer = getattr(stub, method.name)(iter(request) if method.client_streaming else request, timeout=timeout)
         return list(answer) if method.server_streaming else answer
 
-    def raw(self, name: str, *messages: bytes, timeout: float = 20.0) -> Any:
+    def raw(self, name: str, *messages: bytes, timeout: float = CALL_S) -> Any:
         """Calls a method with bytes that need not be a valid message."""
         method = METHODS[name]
         request_kind = "stream" if method.client_streaming else "unary"

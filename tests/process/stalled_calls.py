@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hoop.topology import Address
 
@@ -39,14 +39,17 @@ class StalledCall:
         self._left = announced
         self._prefix = struct.pack(">BI", 0, announced)
 
-    def send(self, size: int) -> None:
-        """Sends ``size`` bytes of the request, as far as the server's flow control lets it within a second."""
+    def send(self, size: int, go_on: Callable[[], bool]) -> None:
+        """Sends ``size`` bytes of the request, as far as the server's flow control lets it.
+
+        ``go_on``: called when it has let nothing through for a second.
+        """
         data = memoryview(self._prefix + bytes(size))
         self._prefix = b""
         while data and not self.ended:
             room = min(self._windows[0], self._windows[1], FRAME_BYTES, len(data))
             if room <= 0:
-                if not self.read(1.0):
+                if not self.read(1.0) and not go_on():
                     return
                 continue
             self._sock.sendall(_frame(DATA, 0, 1, bytes(data[:room])))

@@ -14,7 +14,7 @@ QUICK = ["--ranks", "2", "--seconds", "10ms"]
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [*preloaded.HOOP, "bench", *QUICK, *options]
-    return preloaded.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return preloaded.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def test_rows_name_the_algorithm_that_ran(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from hoop.errors import (
 
 UP = ("--devices", "4", "--memory", "256MiB")
 N = 4
+LONG_S = 120.0
 LARGE = 100_000_000
 """Bytes; more than fit into one message."""
 
@@ -353,14 +354,14 @@ def test_handles(comm: hoop.Communicator) -> None:
         except DeadlineExceeded as error:
             said = str(error)
     assert "not done after 1e-05 s; it goes on" in said
-    found = handle.wait(30)
+    found = handle.wait(LONG_S)
     assert handle.done()
     assert handle.wait() is found
     assert_ranks_equal(found, [sum(x)] * N)
     buffer = comm.buffer("x", 4).fill(vectors(4))
     handles = [comm.all_reduce(buffer, wait=False) for _ in range(8)]
     for one in handles:
-        assert one.wait(30).algorithm
+        assert one.wait(LONG_S).algorithm
     assert_ranks_equal([buffer.read(rank) for rank in range(N)], [sum(vectors(4)) * N**7] * N)
 
 
@@ -368,17 +369,17 @@ def test_a_handle_raises_the_failure_at_every_wait(comm: hoop.Communicator) -> N
     handle = comm.all_reduce(comm.at([0] * N, 4), wait=False)
     for _ in range(2):
         with pytest.raises(OutOfRange, match="outside device 1's memory"):
-            handle.wait(30)
+            handle.wait(LONG_S)
     assert handle.done()
 
 
 def test_barrier_and_reports(comm: hoop.Communicator) -> None:
     assert comm.barrier().bytes_sent == 0
-    assert comm.barrier(wait=False).wait(10).algorithm
+    assert comm.barrier(wait=False).wait(LONG_S).algorithm
     buffer = comm.buffer("x", 100)
     report = comm.all_reduce(buffer, algorithm="ring")
     assert (report.algorithm, report.bytes_sent, report.messages_sent) == ("ring", 2 * (N - 1) * 400, 24)
-    assert 0 < report.seconds < 10
+    assert 0 < report.seconds < LONG_S
     report = comm.all_reduce(buffer, algorithm="ring", driver="stepped")
     assert (report.algorithm, report.messages_sent) == ("ring, stepped", 24)
     report = comm.all_reduce(buffer, driver="relay")
@@ -463,11 +464,11 @@ def test_staging_is_freed(comm: hoop.Communicator) -> None:
         comm.all_reduce(x, op="xor")
     handle = comm.all_reduce(x, op="xor", wait=False)
     with pytest.raises(InvalidArgument):
-        handle.wait(10)
+        handle.wait(LONG_S)
     for options in ({"root": -1}, {"root": "first"}, {"colour": "red"}):
         with pytest.raises(InvalidArgument, match=f"options: .*{next(iter(options))}"):
             comm.broadcast(x, **options)
-    comm.all_reduce(x, wait=False).wait(10)
+    comm.all_reduce(x, wait=False).wait(LONG_S)
     assert [device.buffers() for device in comm.devices] == [{}] * N
 
 
@@ -607,7 +608,7 @@ def test_the_life_cycle_of_a_communicator(cluster: hoop.Cluster) -> None:
 def test_communicators_side_by_side(cluster: hoop.Cluster) -> None:
     """Eight over the same devices in different orders, each in its own thread."""
     orders = [[1, 2, 3, 4], [4, 3, 2, 1], [2, 1], [1, 2], [3, 4, 1], [2], [4, 2], [1, 4, 2, 3]]
-    all_ready = threading.Barrier(len(orders), timeout=30)
+    all_ready = threading.Barrier(len(orders), timeout=LONG_S)
 
     def run(index: int) -> int:
         comm = cluster.communicator(orders[index])
@@ -632,7 +633,7 @@ def test_one_communicator_from_many_threads(comm: hoop.Communicator) -> None:
 
 def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> None:
     """Each of two clients sees the communicators and events of the other."""
-    one, two = connect(up.address), connect(up.address, timeout=20.0)
+    one, two = connect(up.address), connect(up.address, timeout=LONG_S)
     comm = one.communicator([1, 2])
     assert comm.id in [each.id for each in two.status().communicators]
     kinds = [event.kind for event in two.events()]
@@ -654,7 +655,7 @@ def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> N
 def test_a_failed_connect_reports_address_tries_and_cause() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         hoop.connect("127.0.0.1:1", connect_timeout=0.4)
-    for text in ("the coordinator at 127.0.0.1:1", "within 0.", "tries", "refused"):
+    for text in ("the coordinator at 127.0.0.1:1", "within ", "tries", "refused"):
         assert text in str(caught.value)
     with pytest.raises(InvalidArgument, match="'nonsense' is not host:port"):
         hoop.connect("nonsense")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Wait = Callable[..., Any]
 
-LONG_S = 60.0
+LONG_S = 240.0
 UP = ("--devices", "2", "--memory", "64MiB")
 CLIENT = """
 import sys

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from background import START_S
 
 import hoop
 
@@ -35,7 +36,7 @@ def arenas(pid: int) -> list[Path]:
     return [path for folder in folders for path in folder.glob(f"hoop-{pid}-*")]
 
 
-def wait_until(condition: Callable[[], bool], within: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], within: float = START_S) -> None:
     """Polls, for conditions that emit no event."""
     deadline = time.monotonic() + within
     while not condition():
@@ -63,7 +64,7 @@ def test_up_writes_its_address_once_all_devices_have_joined(
     ]
     assert up.first_line == f"coordinator {address.strip()}"
     assert [path.name for path in tmp_path.iterdir() if "address" in path.name] == ["address"]
-    assert "3 devices of 1 MiB are up; Ctrl-C ends them" in up.errors
+    up.wait_for_error("3 devices of 1 MiB are up; Ctrl-C ends them")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -82,7 +83,7 @@ def test_up_ends_and_leaves_no_process_or_file(
     comm.barrier()
     pids = [device.info.pid for device in comm.devices]
     up.signal(number)
-    assert up.wait(within=5.0) == 0
+    assert up.wait() == 0
     for pid in pids:
         wait_for_exit(pid, within=0.1)
         assert arenas(pid) == []
@@ -93,7 +94,7 @@ def test_up_can_be_interrupted_while_it_starts(start: Start, tmp_path: Path) -> 
     up = start("up", "--devices", 2, "--address-file", tmp_path / "address")
     wait_until(lambda: "coordinator at" in up.errors)
     up.signal(signal.SIGINT)
-    assert up.wait(within=5.0) == 0
+    assert up.wait() == 0
     assert "are up" not in up.errors
     assert not (tmp_path / "address").exists()
 
@@ -104,7 +105,7 @@ def test_devices_exit_when_up_is_killed(start: Start, status: GetStatus, wait_fo
     pids = [device["pid"] for device in status(up.address)["devices"]]
     up.kill()
     for pid in pids:
-        wait_for_exit(pid, within=5.0)
+        wait_for_exit(pid)
         assert arenas(pid) == []
 
 
@@ -117,7 +118,7 @@ def test_up_deletes_the_arena_of_a_killed_device(
     send_signal(killed, signal.SIGKILL)
     send_signal(stopped, signal.SIGSTOP)
     up.signal(signal.SIGINT)
-    assert up.wait(within=9.0) == 0
+    assert up.wait() == 0
     assert arenas(killed) + arenas(stopped) == []
 
 
@@ -187,7 +188,7 @@ def test_events_follow(up: Running, start: Start, cluster: hoop.Cluster) -> None
     assert sorted(event["fields"]["device"] for event in past[:2]) == ["1", "2"]
     assert [event["sequence"] for event in past] == list(range(2, len(past) + 2))
     comm = cluster.communicator([2])
-    event = json.loads(watch.line(within=5.0))
+    event = json.loads(watch.line())
     assert event["kind"] == "communicator_created"
     assert event["fields"] == {"communicator": str(comm.id), "generation": "1"}
     assert abs(event["time"] - time.time()) < 60
@@ -289,7 +290,7 @@ def test_no_coordinator_at_the_address(run_hoop: Run) -> None:
     """Exit code 3 and a message with the address, the timeout, the number of tries and the cause."""
     answer = run_hoop("status", "--coordinator", "127.0.0.1:1", "--connect-timeout", "400ms")
     assert answer.returncode == 3
-    pattern = r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within 0\.\d s \([1-9] tries\): .*refused"
+    pattern = r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within \d+\.\d s \(\d+ tries\): .*refused"
     assert re.match(pattern, answer.stderr), answer.stderr
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from real_etcd import RealEtcd, free_port, needs_etcd, running_etcd
+from free_ports import free_port
+from real_etcd import RealEtcd, needs_etcd, running_etcd
 
 import hoop
 from hoop.errors import DeadlineExceeded
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     Connect = Callable[..., hoop.Cluster]
     Wait = Callable[..., Any]
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture

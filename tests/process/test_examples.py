@@ -27,7 +27,7 @@ def run(name: str, *options: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -31,7 +31,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "20"))
 FEW_AND_MANY = [EXAMPLES, pytest.param(5 * EXAMPLES, marks=pytest.mark.slow)]
 """Examples of a method, per test."""
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 CODES = (
     "INVALID_ARGUMENT",
     "OUT_OF_RANGE",

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from descriptor_stub import Stub
-from lab_cluster import LabClient, check_all_reduce, check_refusal, refused, resident_bytes, wait_for
+from lab_cluster import CALL_S, LabClient, check_all_reduce, check_refusal, refused, resident_bytes, wait_for
 from lab_target import LAB_DEVICE, METHODS, Target, running_target
 from wrong_requests import ALL, HUGE, MIB, UNREACHABLE, create, join, launch, rank_assignment, resolve, run
 
@@ -96,7 +96,7 @@ def test_a_launch_over_shared_memory_keeps_its_deadline(target: Target) -> None:
     members = [{**UNREACHABLE, "shared_address": one.device.shared_address} for one in status.devices[:3]]
     request = resolve(launch(assignment=rank_assignment(members=members), timeout_s=0.1), target)
     with refused("DEADLINE_EXCEEDED", match="passed its deadline"):
-        target.call("Device.Launch", request, timeout=2)
+        target.call("Device.Launch", request)
 
 
 # ---- fake devices
@@ -161,7 +161,7 @@ def test_other_protocols_on_a_port_do_not_disturb_the_cluster(target: Target, pr
 
 def connection(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=CALL_S)
 
 
 # ---- overload

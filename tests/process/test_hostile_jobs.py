@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from descriptor_stub import Stub
-from lab_cluster import channel_to, refused
+from lab_cluster import CALL_S, channel_to, refused
 
 import hoop
 from hoop.errors import InvalidArgument
@@ -56,7 +56,7 @@ def start_job(address: str, settings: str) -> int:
     """Call StartJob without the checks of Hoop's client."""
     with channel_to(address, max_send_message_length=64 << 20) as channel:
         request = pb.StartJobRequest(settings=settings, device_ids=[1])
-        return int(Stub(channel, COORDINATOR).StartJob(request, timeout=30).job_id)
+        return int(Stub(channel, COORDINATOR).StartJob(request, timeout=CALL_S).job_id)
 
 
 def check_printable(text: str) -> None:
@@ -77,7 +77,7 @@ def check_cluster_works(address: str, run_hoop: Run, failed_jobs: list[int]) -> 
         check_printable(jobs[job_id]["job"] + jobs[job_id]["reason"])
     events = run_hoop("events", *options)
     assert events.returncode == 0, events.stderr
-    attached = run_hoop("attach", failed_jobs[0], *options, within=60)
+    attached = run_hoop("attach", failed_jobs[0], *options)
     assert attached.returncode in (2, 3), attached.stderr
     assert "a bug in Hoop" not in attached.stderr
     for output in (text_status, events, attached):
@@ -126,7 +126,7 @@ def test_a_hostile_job_fails_without_disturbing_the_cluster(restartable: Any, ru
     check_cluster_works(coordinator.address, run_hoop, job_ids)
     restart()
     check_cluster_works(coordinator.address, run_hoop, job_ids)
-    trained = run_hoop("train", JOB, *options, "--json", within=120)
+    trained = run_hoop("train", JOB, *options, "--json", within=400)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "journal").stat().st_size < 400 * KIB
 
@@ -162,7 +162,7 @@ def test_status_holds_job_names_and_get_job_the_settings(
     assert status.ByteSize() < 16 * 1100 + 4 * KIB
     assert cluster.job_settings(job_ids[3]) == settings
     with channel_to(coordinator.address) as channel, refused("NOT_FOUND", match="job_id: 999 is unknown"):
-        Stub(channel, COORDINATOR).GetJob(pb.GetJobRequest(job_id=999), timeout=20)
+        Stub(channel, COORDINATOR).GetJob(pb.GetJobRequest(job_id=999), timeout=CALL_S)
 
 
 # ---- journals of older versions
@@ -224,9 +224,9 @@ def test_invalid_names_in_requests_are_refused(start: Start) -> None:
         stub = Stub(channel, COORDINATOR)
         for session in ("x" * (50 << 20), "0123456789abcde", "0123456789ABCDEF"):
             with refused("INVALID_ARGUMENT", match="session: .* is not 16 hexadecimal digits"):
-                stub.CreateCommunicator(pb.CreateCommunicatorRequest(devices=1, session=session), timeout=30)
+                stub.CreateCommunicator(pb.CreateCommunicatorRequest(devices=1, session=session), timeout=CALL_S)
         with refused("INVALID_ARGUMENT", match="resume: 1048576 characters"):
-            stub.StartJob(pb.StartJobRequest(settings="{}", device_ids=[1], resume="x" * (1 << 20)), timeout=30)
+            stub.StartJob(pb.StartJobRequest(settings="{}", device_ids=[1], resume="x" * (1 << 20)), timeout=CALL_S)
         valid = {"address": "127.0.0.1:1", "data_address": "127.0.0.1:1", "min_address": 1, "max_address": 2}
         for name, text in {
             "host": "\x1b[31m",
@@ -235,9 +235,9 @@ def test_invalid_names_in_requests_are_refused(start: Start) -> None:
         }.items():
             device = {**valid, "incarnation": "one", name: text}
             with refused("INVALID_ARGUMENT", match=name) as messages:
-                stub.Join(pb.JoinRequest(device=device), timeout=30)
+                stub.Join(pb.JoinRequest(device=device), timeout=CALL_S)
             check_printable(messages[0])
-        assert not stub.GetStatus(pb.GetStatusRequest(), timeout=30).devices
+        assert not stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_S).devices
 
 
 def test_the_text_of_a_goaway_frame_does_not_reach_the_terminal(run_hoop: Run) -> None:
@@ -259,9 +259,9 @@ def test_the_text_of_a_goaway_frame_does_not_reach_the_terminal(run_hoop: Run) -
         thread = threading.Thread(target=serve)
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        done = run_hoop("status", "--coordinator", address, "--connect-timeout", "1s", within=60)
+        done = run_hoop("status", "--coordinator", address, "--connect-timeout", "1s")
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(20)
+        thread.join(CALL_S)
         for connection in accepted:
             connection.close()
     assert accepted

@@ -5,12 +5,12 @@ A device with --advertise-data (as behind a proxy) shares no memory: the others 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from free_ports import free_port
 
 import hoop
 from hoop.errors import InvalidArgument, PeerError
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Running]
     Connect = Callable[..., hoop.Cluster]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

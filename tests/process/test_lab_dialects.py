@@ -24,7 +24,7 @@ from hoop.wire.generated import gpu_sim_pb2
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token
 
-CALL_S = 20.0
+CALL_S = 120.0
 OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "SUM": lambda vectors: vectors.sum(axis=0),
     "PROD": lambda vectors: vectors.prod(axis=0),

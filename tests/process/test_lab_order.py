@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 from descriptor_stub import Stub
-from lab_cluster import Cluster, LabClient, channel_to, hoop_up, lab, refused, wait_for
+from lab_cluster import CALL_S, Cluster, LabClient, channel_to, hoop_up, lab, refused, wait_for
 
 import hoop
 from hoop.wire.generated import gpu_sim_pb2 as sim
@@ -178,11 +178,11 @@ def test_streams_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
             send = sim.BeginSendRequest(
                 sendBuffAddr={"value": addresses[0]}, numBytes=8 * COUNT, dstRank={"value": 1}, commId=comm.id
             )
-            stream = sender.BeginSend(send, timeout=20).streamId
+            stream = sender.BeginSend(send, timeout=CALL_S).streamId
             receive = sim.BeginReceiveRequest(
                 streamId=stream, recvBuffAddr={"value": addresses[1] + 4 * COUNT}, numBytes=8 * COUNT
             )
-            receiver.BeginReceive(receive, timeout=20)
+            receiver.BeginReceive(receive, timeout=CALL_S)
             assert final_status(receiver, stream) == sim.SUCCESS
             summed = np.full(COUNT, 8.0 * (1 + turn))
             np.testing.assert_array_equal(comm.read(1, addresses[1] + 4 * COUNT, COUNT), summed)
@@ -192,7 +192,7 @@ def test_streams_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
 
 def final_status(device: Stub, stream: Any) -> int:
     def status() -> int:
-        return int(device.GetStreamStatus(sim.GetStreamStatusRequest(streamId=stream), timeout=20).status)
+        return int(device.GetStreamStatus(sim.GetStreamStatusRequest(streamId=stream), timeout=CALL_S).status)
 
     return wait_for(lambda: status() if status() != sim.IN_PROGRESS else 0, "the end of the stream")
 
@@ -238,7 +238,7 @@ def test_copies_beside_a_long_group_and_after_the_loss_of_its_device() -> None:
         device = connected.device(comm.devices[1].deviceId.value)
         read = thread.submit(comm.read, 0, addresses[0], COUNT)
         os.kill(pids[comm.devices[2].deviceId.value], signal.SIGKILL)
-        assert len(read.result(30)) == COUNT
+        assert len(read.result(CALL_S)) == COUNT
         assert len(device.read(addresses[1], 8 * COUNT)) == 8 * COUNT
         assert comm.wait() == lab.FAILED
         comm.write(0, addresses[0], np.full(COUNT, 3.0))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from descriptor_stub import Stub
-from lab_cluster import Cluster, LabClient, channel_to, hoop_up, refused, wait_for
+from lab_cluster import CALL_S, Cluster, LabClient, channel_to, hoop_up, refused, wait_for
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
@@ -24,8 +24,8 @@ HOOP_DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 StreamStatus = lab.GetStreamStatusResponse
 stream_ids = itertools.count(1001)
 """Ids of streams that the client chooses."""
-FAILURE_TIMEOUT_S = 8.0
-"""A failure must be known long before the 30 s for which one side of a transfer waits for the other."""
+FAILURE_TIMEOUT_S = 25.0
+"""The loss of a device must be known before the 30 s for which one side of a transfer waits for the other."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,26 @@ class Device:
     def begin_send(self, address: int, size: int, to: int) -> int:
         request = lab.BeginSendRequest(numBytes=size)
         request.sendBuffAddr.value, request.dstRank.value = address, to
-        answer = self.lab.BeginSend(request, timeout=20)
+        answer = self.lab.BeginSend(request, timeout=CALL_S)
         assert answer.initiated
         return int(answer.streamId.value)
 
     def begin_receive(self, stream: int, address: int, size: int, source: int = 0) -> None:
         request = lab.BeginReceiveRequest(numBytes=size)
         request.streamId.value, request.recvBuffAddr.value, request.srcRank.value = stream, address, source
-        assert self.lab.BeginReceive(request, timeout=20).initiated
+        assert self.lab.BeginReceive(request, timeout=CALL_S).initiated
 
     def send(self, stream: int, *parts: bytes) -> Any:
         """Call StreamSend from the client; stream 0 leaves out Hoop's ``streamId``."""
-        return self.lab.StreamSend.future(iter(chunks(stream, *parts)), timeout=20)
+        return self.lab.StreamSend.future(iter(chunks(stream, *parts)), timeout=CALL_S)
 
     def status(self, stream: int) -> StreamStatus:
         request = lab.GetStreamStatusRequest()
         request.streamId.value = stream
-        status: StreamStatus = self.lab.GetStreamStatus(request, timeout=20)
+        status: StreamStatus = self.lab.GetStreamStatus(request, timeout=CALL_S)
         return status
 
-    def outcome(self, stream: int, within_s: float = FAILURE_TIMEOUT_S) -> tuple[str, str]:
+    def outcome(self, stream: int, within_s: float = CALL_S) -> tuple[str, str]:
         """Wait for SUCCESS or FAILED; return it and the reason."""
 
         def final_status() -> StreamStatus | None:
@@ -74,7 +74,7 @@ class Device:
 
     def wait_for_data(self, streams: int = 1) -> None:
         """Wait for this number of open streams, including those whose data waits for a BeginReceive."""
-        wait_for(lambda: self.hoop.Describe(pb.DescribeRequest(), timeout=20).open_streams == streams, "the data")
+        wait_for(lambda: self.hoop.Describe(pb.DescribeRequest(), timeout=CALL_S).open_streams == streams, "the data")
 
 
 def chunks(stream: int, *parts: bytes) -> Iterator[lab.DataChunk]:
@@ -224,7 +224,7 @@ def test_a_client_sends_after_begin_receive(
     comm.write(1, target.low, np.zeros(80))
     target.begin_receive(stream, target.low, 640)
     assert target.status(stream).status == lab.IN_PROGRESS
-    assert target.send(stream if named else 0, *parts).result(20).success
+    assert target.send(stream if named else 0, *parts).result(CALL_S).success
     assert target.outcome(stream) == ("SUCCESS", "")
     assert comm.read(1, target.low, 80).tobytes() == b"\1" * 640
 
@@ -236,7 +236,7 @@ def test_a_client_sends_before_begin_receive(comm: LabClient, devices: list[Devi
     call = target.send(stream if named else 0, b"\2" * 16)
     target.wait_for_data()
     target.begin_receive(stream, target.low, 16)
-    assert call.result(20).success
+    assert call.result(CALL_S).success
     assert comm.read(1, target.low, 2).tobytes() == b"\2" * 16
 
 
@@ -246,7 +246,7 @@ def test_a_stream_without_id_goes_to_the_oldest_receive(comm: LabClient, devices
     for index, stream in enumerate((5003, 5001, 5002)):
         target.begin_receive(stream, target.low + 8 * index, 8)
     for number in (1, 2, 3):
-        assert target.send(0, bytes([number] * 8)).result(20).success
+        assert target.send(0, bytes([number] * 8)).result(CALL_S).success
     assert comm.read(2, target.low, 3).tobytes() == bytes([1] * 8 + [2] * 8 + [3] * 8)
 
 
@@ -256,7 +256,7 @@ def test_concurrent_streams_without_id_go_to_one_receive_each(comm: LabClient, d
     target.wait_for_data(40)
     for index in range(40):
         target.begin_receive(5100 + index, target.low + 8 * index, 8)
-    assert all(call.result(20).success for call in calls)
+    assert all(call.result(CALL_S).success for call in calls)
     received = comm.read(2, target.low, 40).tobytes()
     assert sorted(received[::8]) == list(range(1, 41))
 
@@ -265,7 +265,7 @@ def test_a_stream_that_is_too_short_fails(devices: list[Device]) -> None:
     target = devices[1]
     target.begin_receive(6001, target.low, 100)
     with refused("DATA_LOSS", match="60 of 100 bytes"):
-        target.send(6001, b"x" * 60).result(20)
+        target.send(6001, b"x" * 60).result(CALL_S)
     assert target.outcome(6001) == ("FAILED", "stream 6001: it ended after 60 of 100 bytes")
 
 
@@ -274,7 +274,7 @@ def test_a_stream_that_is_too_long_fails(comm: LabClient, devices: list[Device])
     comm.write(1, target.low + 96, np.zeros(1))
     target.begin_receive(6002, target.low, 100)
     with refused("DATA_LOSS", match="more than the 100 bytes"):
-        target.send(6002, b"x" * 60, b"x" * 60).result(20)
+        target.send(6002, b"x" * 60, b"x" * 60).result(CALL_S)
     outcome, reason = target.outcome(6002)
     assert (outcome, "more than the 100 bytes" in reason) == ("FAILED", True)
     assert not comm.read(1, target.low + 96, 1).any()  # nothing was written past the buffer
@@ -285,7 +285,7 @@ def test_a_receive_fails_when_its_sender_is_cancelled(comm: LabClient, devices: 
     comm.write(1, target.low, np.zeros(10))
     target.begin_receive(6003, target.low, 100)
     with open_request_stream() as (send_chunk, requests):
-        call = target.lab.StreamSend.future(requests, timeout=20)
+        call = target.lab.StreamSend.future(requests, timeout=CALL_S)
         send_chunk(lab.DataChunk(data=b"x" * 60, streamId=lab.StreamId(value=6003)))
         wait_for(lambda: comm.read(1, target.low, 1).tobytes() == b"x" * 8, "the first chunk")
         assert target.status(6003).status == lab.IN_PROGRESS
@@ -307,15 +307,15 @@ def open_request_stream() -> Iterator[tuple[Callable[[lab.DataChunk], None], Ite
 
 def test_a_stream_without_chunks_is_refused(devices: list[Device]) -> None:
     with refused("INVALID_ARGUMENT", match="before its first chunk"):
-        devices[1].send(0).result(20)
+        devices[1].send(0).result(CALL_S)
 
 
 def test_a_stream_has_one_sender(comm: LabClient, devices: list[Device]) -> None:
     target = devices[1]
     target.begin_receive(6004, target.low, 8)
-    assert target.send(6004, b"\3" * 8).result(20).success
+    assert target.send(6004, b"\3" * 8).result(CALL_S).success
     with refused("FAILED_PRECONDITION", match="has a sender already"):
-        target.send(6004, b"\4" * 8).result(20)
+        target.send(6004, b"\4" * 8).result(CALL_S)
     assert target.outcome(6004) == ("SUCCESS", "")
     assert comm.read(1, target.low, 1).tobytes() == b"\3" * 8
 
@@ -332,8 +332,8 @@ def test_invalid_requests_are_refused(devices: list[Device]) -> None:
     with refused("NOT_FOUND", match="6006"):
         device.status(6006)
     with refused("INVALID_ARGUMENT", match="streamId"):
-        device.lab.GetStreamStatus(lab.GetStreamStatusRequest(), timeout=20)
-    assert device.send(6005, b"").result(20).success
+        device.lab.GetStreamStatus(lab.GetStreamStatusRequest(), timeout=CALL_S)
+    assert device.send(6005, b"").result(CALL_S).success
 
 
 def test_send_to_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClient, devices: list[Device]) -> None:
@@ -345,12 +345,12 @@ def test_send_to_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClien
         devices[first].begin_send(devices[first].low, 8, to=2)
     request = lab.BeginSendRequest(numBytes=8, commId=comm.id)
     request.sendBuffAddr.value, request.dstRank.value = devices[first].low, 2
-    stream = devices[first].lab.BeginSend(request, timeout=20).streamId.value
+    stream = devices[first].lab.BeginSend(request, timeout=CALL_S).streamId.value
     devices[2].begin_receive(stream, devices[2].low, 8)
     assert devices[2].outcome(stream) == ("SUCCESS", "")
     request.commId = 999
     with refused("FAILED_PRECONDITION", match="not in communicator 999"):
-        devices[first].lab.BeginSend(request, timeout=20)
+        devices[first].lab.BeginSend(request, timeout=CALL_S)
     comm.call("CommDestroy", commId=pair.id)
 
 
@@ -367,10 +367,10 @@ def test_a_transfer_fails_when_the_other_device_dies() -> None:
         receiver.begin_receive(7001, receiver.low, 8, source=2)
         other = receiver.begin_send(receiver.low, 8, to=0)
         os.kill(dead.pid, signal.SIGKILL)
-        outcome, reason = receiver.outcome(7001)
+        outcome, reason = receiver.outcome(7001, FAILURE_TIMEOUT_S)
         assert outcome == "FAILED"
         assert f"device 3 (pid {dead.pid}, {dead.address})" in reason  # reported by the coordinator
-        outcome, reason = sender.outcome(sending)
+        outcome, reason = sender.outcome(sending, FAILURE_TIMEOUT_S)
         assert outcome == "FAILED"
         assert dead.address in reason  # reported by the link or by the coordinator
         sender.begin_receive(other, sender.low, 8, source=1)
@@ -380,7 +380,7 @@ def test_a_transfer_fails_when_the_other_device_dies() -> None:
         LabClient(channel, 2)
         sender.begin_receive(7002, sender.low, 8, source=1)
         with stopped(receiver.pid):
-            outcome, reason = sender.outcome(7002)
+            outcome, reason = sender.outcome(7002, FAILURE_TIMEOUT_S)
         assert outcome == "FAILED"
         assert f"device 2 (pid {receiver.pid}, {receiver.address}) is gone: no heartbeat" in reason
 

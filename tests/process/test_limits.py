@@ -34,7 +34,7 @@ sys.argv[:] = ["hoop", *sys.argv[3:]]
 runpy.run_module("hoop", run_name="__main__", alter_sys=True)
 """
 """``hoop …`` after ``ulimit -S -n SOFT -H -n HARD``."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 def run_limited(soft: int, hard: int, *arguments: str) -> subprocess.CompletedProcess[str]:

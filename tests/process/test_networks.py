@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 from collections.abc import Callable
@@ -31,9 +32,9 @@ RANGE = 5
 
 
 def free_ports(host: str = "127.0.0.1") -> PortRange:
-    """A range of ports, all of which are free."""
+    """A range of ports, all of which are free; another one in each process of the tests."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for low in range(21000, 60000, RANGE):
+    for low in range(4000 + os.getpid() % 1000 * RANGE, 60000, RANGE):
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
             for port in range(low, low + RANGE):
                 opened.enter_context(socket.create_server((host, port), family=family))

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from descriptor_stub import Stub
-from lab_cluster import channel_to, check_all_reduce, refused
+from lab_cluster import CALL_S, channel_to, check_all_reduce, refused
 from lab_in_process import Servers, lab_servers
 from lab_target import METHODS
 
@@ -56,7 +56,7 @@ def unauthenticated(channel: grpc.Channel, name: str) -> str:
     kind = "_".join("stream" if one else "unary" for one in (method.client_streaming, method.server_streaming))
     call = getattr(channel, kind)(f"/{method.containing_service.full_name}/{method.name}")
     try:
-        answer = call(iter([]) if method.client_streaming else b"", timeout=20)
+        answer = call(iter([]) if method.client_streaming else b"", timeout=CALL_S)
         if method.server_streaming:
             next(iter(answer), None)
             answer.cancel()
@@ -99,21 +99,21 @@ def test_lab_opens_the_calls_of_the_lab_and_no_others(serve: Callable[..., Any])
         with channel_to(servers.address) as channel:
             check_all_reduce(channel, 2)
             with refused("UNAUTHENTICATED"):
-                Stub(channel, COORDINATOR).GetStatus(pb.GetStatusRequest(), timeout=20)
+                Stub(channel, COORDINATOR).GetStatus(pb.GetStatusRequest(), timeout=CALL_S)
 
 
 def test_a_lab_program_may_send_a_client_s_token(serve: Callable[..., Any], own_token: LocalToken) -> None:
     with serve() as servers, channel_to(servers.address) as channel:
         metadata = (("authorization", f"Bearer {own_token.token.role_token(Role.CLIENT)}"),)
         request = lab.CommInitRequest(numDevices=2)
-        assert Stub(channel, LAB).CommInit(request, timeout=20, metadata=metadata).success
+        assert Stub(channel, LAB).CommInit(request, timeout=CALL_S, metadata=metadata).success
 
 
 def test_a_refused_call_of_the_lab_is_reported_with_the_remedy(serve: Callable[..., Any]) -> None:
     """Many of the lab's clients print no errors."""
     with serve() as servers:
         with channel_to(servers.address) as channel, refused("UNAUTHENTICATED", match="--lab"):
-            Stub(channel, LAB).CommInit(lab.CommInitRequest(numDevices=2), timeout=20)
+            Stub(channel, LAB).CommInit(lab.CommInitRequest(numDevices=2), timeout=CALL_S)
         (event,) = servers.events("lab_call_reported")
         assert "CommInit" in event.text
         assert "--lab" in event.text
@@ -136,12 +136,12 @@ def test_lab_beyond_loopback_or_with_certificates_is_refused() -> None:
 def test_a_device_finds_the_token_or_is_told_why_it_has_none(serve: Callable[..., Any], own_token: LocalToken) -> None:
     with serve() as servers:
         address = Addresses.parse(servers.address)
-        assert asyncio.run(wait_for_token(address, 20)) == own_token.token
+        assert asyncio.run(wait_for_token(address, CALL_S)) == own_token.token
         forget(address.addresses[0].port)
         with pytest.raises(Unauthenticated, match=rf"{runtime_folder()} has no token for it.*--token-file"):
-            asyncio.run(wait_for_token(address, 20))
+            asyncio.run(wait_for_token(address, CALL_S))
     with lab_servers(0) as servers, pytest.raises(FailedPrecondition, match="start this device with --insecure too"):
-        asyncio.run(wait_for_token(Addresses.parse(servers.address), 20))
+        asyncio.run(wait_for_token(Addresses.parse(servers.address), CALL_S))
 
 
 # ---- the commands
@@ -182,9 +182,9 @@ def test_insecure_uses_no_token(start: Callable[..., Any], fresh_runtime: Path) 
     fresh_runtime.mkdir(mode=0o700)
     coordinator = start("coordinator", "--insecure")
     with channel_to(coordinator.address) as channel:
-        assert Stub(channel, COORDINATOR).GetStatus(pb.GetStatusRequest(), timeout=20).pid == coordinator.pid
+        assert Stub(channel, COORDINATOR).GetStatus(pb.GetStatusRequest(), timeout=CALL_S).pid == coordinator.pid
     device = start("device", "--join", coordinator.address, "--memory", "1MiB")
-    assert device.wait(30) == 2
+    assert device.wait() == 2
     assert "start this device with --insecure too" in device.errors
 
 

@@ -26,7 +26,7 @@ def train(strategy: str, *options: str) -> dict[str, float]:
         *options,
     ]
     command += ["--set=max_steps=12", "--set=evaluate_every=0"]
-    done = preloaded.run(command, capture_output=True, text=True, timeout=120)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     result: dict[str, float] = json.loads(done.stdout)
     return result

@@ -20,7 +20,7 @@ import hoop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="commands are forked on Linux only")
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 WRONG = ("plan", "no/such/file.py:job")
 
 

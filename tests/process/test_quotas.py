@@ -58,9 +58,9 @@ def test_an_exceeded_limit_is_refused_with_the_option_that_raises_it(
         begin_receive = Stub(channel, LAB_DEVICE).BeginReceive
         low = cluster.status().devices[0].device.min_address
         fields: dict[str, Any] = {"recvBuffAddr": {"value": low}, "numBytes": 8}
-        begin_receive(lab.BeginReceiveRequest(streamId={"value": 7}, **fields), timeout=10)
+        begin_receive(lab.BeginReceiveRequest(streamId={"value": 7}, **fields), timeout=START_S)
         with pytest.raises(grpc.RpcError) as refused:
-            begin_receive(lab.BeginReceiveRequest(streamId={"value": 8}, **fields), timeout=10)
+            begin_receive(lab.BeginReceiveRequest(streamId={"value": 8}, **fields), timeout=START_S)
         error = translate(refused.value)
         assert isinstance(error, ResourceExhausted)
         assert "1 streams are open here" in str(error)

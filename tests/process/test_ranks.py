@@ -123,7 +123,7 @@ def test_a_signal_to_all_processes_stops_the_run_and_it_is_resumed(start: Start,
 
 
 def test_a_rank_that_does_not_come_is_named(start: Start) -> None:
-    (rank,) = start_ranks(start, 2, JOB, "--meet-timeout", "1s", only=[0])
+    (rank,) = start_ranks(start, 2, JOB, "--meet-timeout", "4s", only=[0])  # in which its own device has come
     assert rank.wait(TIMEOUT_S) == 3
     assert "hoop: rank 1 of 2 did not come to 127.0.0.1:" in rank.errors
     assert "--meet-timeout waits longer" in rank.errors

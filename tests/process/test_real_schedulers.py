@@ -22,7 +22,7 @@ from typing import Any
 
 import preloaded
 import pytest
-from real_etcd import free_port
+from free_ports import free_port
 
 from hoop.wire.tokens import new_token, write_private
 

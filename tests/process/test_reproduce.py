@@ -40,7 +40,7 @@ def test_invalid_arguments_are_named(run_hoop: Run, arguments: tuple[str, ...], 
 
 @pytest.mark.slow
 def test_a_complete_study(run_hoop: Run, tmp_path: Path) -> None:
-    completed = run_hoop("reproduce", "parallel-mnist", "--quick", "--json", "--out", tmp_path, within=100)
+    completed = run_hoop("reproduce", "parallel-mnist", "--quick", "--json", "--out", tmp_path, within=400)
     assert completed.returncode == 0, completed.stderr
     report: dict[str, Any] = json.loads(completed.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -91,7 +91,7 @@ def test_the_largest_model_is_found_by_training_it() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ import os, sys, time
 if os.environ["RANK"] == "1" and os.environ["HOOP_RESTART_COUNT"] == "0":
     sys.exit(5)
 if os.environ["RANK"] == "0":
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not os.path.exists(sys.argv[1]) and time.monotonic() < deadline:
         time.sleep(0.01)
 else:

@@ -54,7 +54,7 @@ def result(*arguments: object) -> dict[str, Any]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], describe: Callable[[], str], within: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], describe: Callable[[], str], within: float = TIMEOUT_S) -> None:
     """Poll for a condition that emits no event."""
     deadline = time.monotonic() + within
     while not condition():
@@ -133,7 +133,7 @@ def test_the_first_signal_stops_after_a_step_with_a_checkpoint(
     out = tmp_path / "run"
     running = start_training(start, out)
     running.signal(number)
-    assert running.wait(within=30) == code, running.errors
+    assert running.wait() == code, running.errors
     assert running.line().split()[:2] == ["stopped", "after"]
     stopped = json.loads((out / "result.json").read_text())
     assert stopped["stopped"] is True
@@ -157,7 +157,7 @@ def test_the_second_signal_stops_at_once(start: Start, status: GetStatus, tmp_pa
     running.signal(signal.SIGINT)
     wait_until(lambda: "Ctrl-C again" in running.errors, lambda: running.errors)
     running.signal(signal.SIGINT)
-    assert running.wait(within=30) == 130
+    assert running.wait() == 130
     for pid in pids:
         wait_for_exit(pid, within=0.1)
     assert not address.exists()
@@ -167,7 +167,7 @@ def test_ctrl_c_during_startup(start: Start, tmp_path: Path) -> None:
     running = start("train", SLOW, "-n", 2, real_start=True)
     wait_until(lambda: "loading" in running.errors, lambda: running.errors)
     running.signal(signal.SIGINT)
-    assert running.wait(within=40) == 130, running.errors
+    assert running.wait() == 130, running.errors
     assert "Traceback" not in running.errors
 
 
@@ -187,7 +187,7 @@ def test_a_killed_process_is_reported_within_seconds(
         "the head": parent,
     }[whom]
     os.kill(killed, signal.SIGKILL)
-    assert running.wait(within=15) == 3
+    assert running.wait() == 3
     assert {"a device": "device 2", "the coordinator": "coordinator", "the head": "leads the devices"}[
         whom
     ] in running.errors
@@ -278,7 +278,7 @@ def test_ctrl_c_stops_a_job_on_a_cluster_and_the_cluster_stays(
     out = tmp_path / "run"
     running = start_training(start, out, "--coordinator", up.address)
     running.signal(signal.SIGINT)
-    assert running.wait(within=30) == 130, running.errors
+    assert running.wait() == 130, running.errors
     assert len(list((out / "checkpoints").iterdir())) == 1
     wait_until(lambda: status(up.address)["communicators"] == [], lambda: str(status(up.address)))
     assert [device["state"] for device in status(up.address)["devices"]] == ["alive", "alive"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -116,6 +117,10 @@ def test_a_killed_rank_is_replaced(processes: Processes) -> None:
     killed[0].join(LONG_S)
     assert killed[0].exitcode == -signal.SIGKILL
     processes.server.process_ended(replaced=True)
+    deadline = time.monotonic() + LONG_S
+    while processes.server.rounds < 2:  # the others go on before it is replaced
+        assert time.monotonic() < deadline, "no round of two ranks"
+        time.sleep(0.01)
     replacement = processes.start(1, False)
     results = [result(*one) for one in (first, last, replacement)]
     assert sorted(one["rank"] for one in results) == [0, 1, 2]

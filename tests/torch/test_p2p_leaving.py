@@ -9,7 +9,7 @@ from hoop.topology import Address
 from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport.tcp_listener import TcpTransport
 
-LONG_S = 60.0
+LONG_S = 240.0
 
 
 def test_a_rank_leaves_only_after_the_hello_of_every_peer() -> None:

@@ -21,7 +21,7 @@ from hoop.errors import DeadlineExceeded, PeerLost
 
 MakeWorld = Callable[..., World]
 RunRanks = Callable[..., list[Any]]
-SOON_S = 20.0
+SOON_S = 60.0
 """Far below the timeout of a group, but long enough for a busy machine."""
 VICTIM = 2
 
@@ -72,7 +72,7 @@ def die_or_report(rank: int, doing: Callable[[int], None]) -> tuple[str, float, 
         world.model_of_test = DistributedDataParallel(torch.nn.Linear(4, 4))  # type: ignore[attr-defined]
     dist.barrier()
     if rank == VICTIM and doing is with_a_forked_child and os.fork() == 0:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + LONG_S
         while not os.path.exists(os.environ["FAULT_LOG"] + ".over") and time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +14,7 @@ import preloaded
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 from world import LONG_S, World
 
 RunRanks = Callable[..., list[Any]]
@@ -71,16 +69,7 @@ def init_again(rank: int, ports: list[int]) -> list[float]:
 
 
 def test_tcp_env_and_a_given_store(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, init_again, free_ports(3)) == [[3.0] * 4] * 2
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports below the range from which systems give out free ones, so that no other process gets them meanwhile."""
-    ports: set[int] = set()
-    while len(ports) < count:
-        with contextlib.suppress(OSError), socket.create_server(("", random.randrange(10_000, 32_000))) as server:
-            ports.add(server.getsockname()[1])
-    return list(ports)
+    assert run_ranks(2, init_again, [free_port() for _ in range(3)]) == [[3.0] * 4] * 2
 
 
 def subgroups(rank: int) -> None:
@@ -202,7 +191,8 @@ def monitored(rank: int) -> list[str]:
         dist.barrier()
         return messages
     with pytest.raises(RuntimeError) as error:
-        dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+        # Rank 0 gives up and answers rank 2, which waits for that.
+        dist.monitored_barrier(timeout=timedelta(seconds=LONG_S if rank else 0.3))
     messages.append(str(error.value))
     dist.barrier()  # collectives still work: the missing rank is only late
     return messages

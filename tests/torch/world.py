@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LONG_S = 60.0
+LONG_S = 240.0
 """Longer than any of these tests takes, even on a busy machine."""
 PRELOADED = [
     "pytest",  # as the modules of the tests, which each rank imports

@@ -295,9 +295,12 @@ static int all_entered(const struct hoop_endpoint *endpoint)
 
 static int barrier(struct hoop_endpoint *endpoint, uint32_t compares, uint64_t fingerprint, int64_t sleep_ns)
 {
-    if (atomic_load_explicit(&endpoint->failed, memory_order_acquire))
-        return HOOP_FAILED;
     const uint32_t resumed = endpoint->posted_rounds;
+    /* A barrier that is not finished goes on if every rank has entered it: a peer may have left since. */
+    if (atomic_load_explicit(&endpoint->failed, memory_order_acquire) && !(resumed && all_entered(endpoint))) {
+        endpoint->posted_rounds = 0;
+        return HOOP_FAILED;
+    }
     uint32_t round = resumed ? resumed - 1 : 0;
     if (!resumed)
         endpoint->barriers++;

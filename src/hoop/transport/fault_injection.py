@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +23,16 @@ class FaultySocket:
         faults = self._faults
         if faults.partitioned:
             return len(data)
-        if faults.drops:
-            faults.drops -= 1
-            faults.injected += 1
+        with faults.lock:
+            is_dropped = faults.drops > 0
+            faults.drops -= is_dropped
+            faults.injected += is_dropped
+            changed = data if is_dropped else faults.on_send(data)
+        if is_dropped:
             self._sock.send(data[: len(data) // 2])
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._sock.close()  # resets the connection, because it lingers for 0 seconds
             raise ConnectionResetError(104, "Connection reset by peer")
-        changed = faults.on_send(data)
         if changed == data:
             return self._sock.send(data)
         self._sock.setblocking(True)  # send all of it now: the caller would send an unsent rest unchanged
@@ -38,7 +41,9 @@ class FaultySocket:
         return len(changed)
 
     def recv(self, size: int) -> bytes:
-        return self._faults.on_recv(self._sock.recv(size))
+        data = self._sock.recv(size)
+        with self._faults.lock:
+            return self._faults.on_recv(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
@@ -56,9 +61,11 @@ class FaultyLinks:
         """Whether all bytes sent are dropped."""
         self.injected = 0
         """Faults injected so far."""
+        self.lock = threading.Lock()
+        """Held while a fault is chosen: several connections send and receive at once."""
 
     def on_send(self, data: bytes) -> bytes:
-        """The bytes to send instead of ``data``."""
+        """The bytes to send instead of ``data``; called with ``lock`` held."""
         if not self.flips or not data:
             return data
         self.flips -= 1
@@ -68,7 +75,7 @@ class FaultyLinks:
         return bytes(changed)
 
     def on_recv(self, data: bytes) -> bytes:
-        """The bytes to return instead of ``data``: acknowledgements and closing frames."""
+        """The bytes to return instead of ``data``: acknowledgements and closing frames. Called with ``lock`` held."""
         return data
 
     def install(self) -> Callable[[], None]:

@@ -10,7 +10,8 @@ semaphore of its links, when a peer connects or is lost, and by ``wake``; then i
     slow one is still in this one.
 
 When a peer is lost, the listener's thread calls ``mark_lost``, which posts this rank's semaphores, so that a waiting
-thread wakes at once. Posts that the peer made before are still acquired first.
+thread wakes at once. Posts that the peer made before are still acquired first. A barrier that all ranks have entered is
+completed, also if it is resumed after the loss; the next one fails.
 """
 
 from __future__ import annotations
@@ -409,18 +410,21 @@ class ShmEndpoint(SharedEndpoint):
                 self.complete_native(code, partial(self.native.enter, call), deadline, call)
             return
         if self._failed:
-            raise self._error or self._peer_lost(next(iter(self._lost_peers)))
+            if not self._posted_rounds:
+                raise self._error or self._peer_lost(next(iter(self._lost_peers)))
+            self._check_all_entered()
         if self._posted_rounds:
             self._acquire_missed_post(deadline)
             steps, self._posted_rounds = self._steps[self._barriers & 1][self._posted_rounds :], 0
             fingerprints = self._fingerprints[self._barriers & 1]
         else:
-            self._barriers = self._own_barrier_count[0] = number = self._barriers + 1
+            self._barriers = number = self._barriers + 1
             turn = number & 1
             steps, fingerprints = self._steps[turn], self._fingerprints[turn]
             if call is not None and self._written_calls[turn] is not call:
                 # An operation that runs repeatedly finds its fingerprint written: no cache line moves between cores.
                 self._written_calls[turn], fingerprints[self.rank] = call, call.fingerprint
+            self._own_barrier_count[0] = number  # last: a rank that has lost a peer goes by these counts
         for k, post, acquire, semaphore in steps:
             post()
             if not acquire(False) and not semaphore.wait(deadline, self._spins, work):
@@ -465,6 +469,7 @@ class ShmEndpoint(SharedEndpoint):
         """Raises unless every rank has entered the current barrier; a peer may be lost after it entered."""
         absent = self._first_absent()
         if absent is not None:
+            self._posted_rounds = 0
             raise self._error or self._peer_lost(absent if absent in self._lost_peers else next(iter(self._lost_peers)))
 
     def _mismatch(self, call: Call) -> CollectiveMismatch:

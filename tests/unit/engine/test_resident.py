@@ -91,7 +91,8 @@ def test_mps_runs_while_devices_share_a_gpu(tmp_path: Path, monkeypatch: pytest.
     log = tmp_path / "log"
     program.write_text(
         "#!/bin/sh\n"
-        f'if [ "$1" = -f ]; then echo $$ > {tmp_path}/pid; echo start >> {log}; exec sleep 600; fi\n'
+        f'if [ "$1" = -f ]; then echo start >> {log}; echo $$ > {tmp_path}/pid; exec sleep 600; fi\n'
+        f"[ -s {tmp_path}/pid ] || exit 1\n"
         f"read line; echo $line $CUDA_MPS_PIPE_DIRECTORY >> {log}\n"
         f"[ $line != quit ] || kill $(cat {tmp_path}/pid)\n"
     )

@@ -17,7 +17,7 @@ from hoop.plan.faults import LINK_FAULTS, Fault
 from hoop.plan.instructions import Instruction
 from hoop.transport.fault_injection import FaultyLinks
 
-FLUSH_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 10.0
 """How long a process that is about to die waits until its ``fault`` event has been sent."""
 
 
