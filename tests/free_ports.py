@@ -11,9 +11,15 @@ PORTS = range(10_000, 20_000)
 has it. Meeting points of schedulers are above."""
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that is free now, on all interfaces."""
+    """A port that is free now, on all interfaces; another one at every call in this process."""
     choose = random.SystemRandom()  # tests seed the other one, and would choose alike
     while True:
-        with contextlib.suppress(OSError), socket.create_server(("", choose.choice(PORTS))) as server:
-            return int(server.getsockname()[1])
+        port = choose.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            if port not in _given:
+                _given.add(port)
+                return port

@@ -5,48 +5,30 @@ As soon as the folder of the run, ``$MORTAL_RUN``, has a checkpoint, the first d
 assertion in a kernel on the device's GPU, ``illegal`` lets a kernel write to an address that is not its own, and any
 other text raises PyTorch's error for a GPU without memory, with this text.
 
-With ``$MORTAL_RUN`` a rank goes on from a checkpoint only when its file is in the folder. The client reads it from the
-device beside the training: a device that died before it was read would take the checkpoint along, and a short run could
-end before there is one.
+With ``$MORTAL_RUN`` a rank goes on from a checkpoint only when its file is in the folder (``written_checkpoints``).
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import hoop
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher
-from hoop.runs.checkpoint_store import listed, step_of
+from hoop.runs.checkpoint_store import listed
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from written_checkpoints import wait_for_files
 
 MARK, ERROR, RUN = (os.environ.get(name, "") for name in ("MORTAL_MARK", "MORTAL_ERROR", "MORTAL_RUN"))
 
-WRITTEN_WITHIN_S = 300.0
-
-
-def waiting_for_the_file(publish: Callable[..., None]) -> Callable[..., None]:
-    """``SnapshotPublisher.publish`` or ``publish_later``, which returns when the checkpoint is in the run's folder."""
-
-    def published(self: SnapshotPublisher, tensors: Any, done: int, *rest: Any) -> None:
-        publish(self, tensors, done, *rest)
-        deadline = time.monotonic() + WRITTEN_WITHIN_S
-        while tensors is not None and not any(step_of(path) >= done for path in listed(Path(RUN))):
-            assert time.monotonic() < deadline, f"no checkpoint of step {done}"
-            time.sleep(0.002)
-
-    return published
-
-
 if RUN:
-    for name in ("publish", "publish_later"):
-        setattr(SnapshotPublisher, name, waiting_for_the_file(getattr(SnapshotPublisher, name)))
+    wait_for_files(Path(RUN))
 
 WILD = 'extern "C" __global__ void wild(long long address) { *(int *)address = 1; }'
 

@@ -398,6 +398,8 @@ def test_a_cancelled_call_still_completes_its_operation() -> None:
         call = lab.Stub(channel, "GPUCoordinator").AllReduceRing.future(request, timeout=WAIT_S)
         wait_for(lambda: comm.call("GetCommStatus", commId=comm.id).status == lab.IN_PROGRESS, "the call")
         assert call.cancel()
+        # An answer over the same connection: the server has seen the cancellation before.
+        assert comm.call("GetCommStatus", commId=comm.id).status == lab.IN_PROGRESS
         servers.loop.call_soon_threadsafe(lock.release)
         comm.on_all("CommFinalize")
         check_every_rank(comm, addresses, np.full(50, 3.0))

@@ -34,6 +34,10 @@ def show(**found):
     print(json.dumps(found), flush=True)
 """
 CALLBACKS = """
+from pathlib import Path
+sys.path.append(sys.argv[2])
+from written_checkpoints import wait_for_files
+
 class Recorder(hoop.Callback):
     def __init__(self): self.calls = []
     def on_start(self, run, steps, parameters): self.calls.append(["start", steps, parameters])
@@ -46,12 +50,13 @@ class Recorder(hoop.Callback):
 class Stopper(hoop.Callback):
     def on_step(self, run, step, loss, metrics): run.stop()
 
+stopped = hoop.train(new_model(), (x, y), loss=loss, devices=1, batch_size=8, epochs=1000, callbacks=Stopper(),
+                     memory="16MiB")
 recorder = Recorder()
+wait_for_files(Path(sys.argv[1]))
 # A rate that is too high: evaluations become worse, and training ends early.
 result = hoop.train(new_model(), ((x, y), (x[:20], y.roll(1)[:20])), loss=loss, optimizer=torch.optim.Rprop, devices=2,
                     batch_size=32, epochs=40, patience=2, out=sys.argv[1], keep=1, callbacks=[recorder], memory="16MiB")
-stopped = hoop.train(new_model(), (x, y), loss=loss, devices=1, batch_size=8, epochs=1000, callbacks=Stopper(),
-                     memory="16MiB")
 show(calls=recorder.calls, weights=result.weights_sha256, stopped=stopped.summary["stopped"], steps=stopped.steps)
 """
 SURROUNDINGS = """
@@ -135,7 +140,7 @@ def shown(program: str, *arguments: str, forked: bool = False, timeout: float = 
 def test_callbacks_are_called_in_order_and_the_best_checkpoint_stays(tmp_path: Path) -> None:
     from hoop.runs.checkpoint_store import BEST, FOLDER, read
 
-    found = shown(CALLBACKS, str(tmp_path / "run"), forked=True)
+    found = shown(CALLBACKS, str(tmp_path / "run"), str(Path(__file__).parents[1]), forked=True)
     kinds = [call[0] for call in found["calls"]]
     assert kinds[0] == "start"
     assert kinds[-1] == "end"

@@ -187,7 +187,7 @@ def test_a_killed_process_is_reported_within_seconds(
         "the head": parent,
     }[whom]
     os.kill(killed, signal.SIGKILL)
-    assert running.wait() == 3
+    assert running.wait(within=60) == 3
     assert {"a device": "device 2", "the coordinator": "coordinator", "the head": "leads the devices"}[
         whom
     ] in running.errors

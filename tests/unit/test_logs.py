@@ -49,7 +49,7 @@ def test_hoop_log_enables_loggers(value: str, shown: list[str], hidden: list[str
         env={**os.environ, "HOOP_LOG": value},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert all(text in done.stderr for text in shown)

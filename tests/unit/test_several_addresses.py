@@ -49,8 +49,8 @@ def test_a_channel_switches_to_the_address_that_answers() -> None:
     second.start()
     with Credentials(Role.CLIENT).channel(targets, Role.COORDINATOR, channel_options()) as channel:
         call = channel.unary_unary("/who/Answers", None, None)
-        assert call(b"", timeout=20, wait_for_ready=True) == b"second"
+        assert call(b"", timeout=240, wait_for_ready=True) == b"second"
         first.start()
         second.stop(0).wait()
-        assert call(b"", timeout=20, wait_for_ready=True) == b"first"
+        assert call(b"", timeout=240, wait_for_ready=True) == b"first"
         first.stop(0).wait()

@@ -11,7 +11,7 @@ import grpc
 
 from hoop.wire.channels import channel_options
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 DELAY_S = 0.5
 
 

@@ -39,7 +39,7 @@ from hoop.runs.checkpoint_store import (
 
 TENSORS = {"0.weight": torch.arange(6.0).reshape(2, 3), "optimizer.moment0.0.weight": torch.zeros(2, 3)}
 SERIALIZED = serialize(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 
 
 def new_writer(folder: Path, keep: int = 3, **more: object) -> CheckpointWriter:

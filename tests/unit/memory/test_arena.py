@@ -205,7 +205,7 @@ def test_threads_share_one_table(arena: Arena, path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert failures == []
     found = arena.buffers()
     assert len({buffer.address for buffer in found}) == len(found) == 4 * 13

@@ -111,7 +111,7 @@ def test_a_limit_on_the_file_size_leaves_no_file(path: Path, python: Python) -> 
         "except OutOfMemory as error:\n    print(error)\n"
     )
     child = python(program, path)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=300)
     assert "cannot reserve 2.6 MiB" in output
     assert not path.exists()
 

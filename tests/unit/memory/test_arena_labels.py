@@ -66,7 +66,7 @@ def test_labels_survive_a_kill(path: Path, python: Python) -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     child.kill()
-    assert child.wait(timeout=60) == -signal.SIGKILL
+    assert child.wait(timeout=300) == -signal.SIGKILL
     with Arena.open(path) as arena:
         assert (arena.label("device_id"), arena.label("job")) == ("3", "a")
         assert [buffer.name for buffer in arena.buffers()] == ["w"]
@@ -88,7 +88,7 @@ def test_an_attached_process_reads_labels_and_cannot_set_them(arena: Arena, path
         "    try:\n        arena.set_label('device_id', '5')\n"
         "    except FailedPrecondition as error:\n        print(arena.label('device_id'), error)\n"
     )
-    output, _ = python(program, path).communicate(timeout=60)
+    output, _ = python(program, path).communicate(timeout=300)
     assert output.startswith("4 arena ")
     assert "ask its owner" in output
     assert arena.label("device_id") == "4"

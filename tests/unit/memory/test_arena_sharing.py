@@ -28,7 +28,7 @@ def test_an_arena_has_one_owner_at_a_time(arena: Arena, path: Path, python: Pyth
         "try:\n    Arena.open(sys.argv[1])\nexcept FailedPrecondition as error:\n    print(error)\n"
     )
     child = python(program, path)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=300)
     assert "another process owns it" in output
     arena.close()
     Arena.open(path).close()
@@ -44,7 +44,7 @@ def test_a_forked_child_that_closes_does_not_release_its_parents_lock(path: Path
         "arena.close()\n"
     )
     child = python(program, path)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=300)
     assert "another process owns it" in output
 
 
@@ -60,7 +60,7 @@ def test_another_process_attaches_and_writes(arena: Arena, python: Python) -> No
     )
     arena.write(arena.max_address - 4, b"ping")
     child = python(program, arena.path)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=300)
     assert child.returncode == 0
     assert output.strip() == "ping"
     assert values.tolist() == [1, 2, 3, 4]
@@ -197,7 +197,7 @@ def test_the_bytes_of_a_killed_owner_are_recovered(path: Path, python: Python) -
     with pytest.raises(FailedPrecondition, match="another process owns it"):
         Arena.open(path)
     child.kill()
-    assert child.wait(timeout=60) == -signal.SIGKILL
+    assert child.wait(timeout=300) == -signal.SIGKILL
     with Arena.open(path) as arena:
         assert [buffer.name for buffer in arena.buffers()] == ["adam", "weights"]
         for buffer in arena.buffers():
@@ -214,7 +214,7 @@ def test_an_arena_whose_creator_was_killed_is_refused_or_recreated(path: Path, p
         "Arena.create(sys.argv[1], 65536)\n"
     )
     child = python(program, path)
-    child.communicate(timeout=60)
+    child.communicate(timeout=300)
     assert child.returncode == -signal.SIGKILL
     assert path.stat().st_size == Geometry(CAPACITY).file_size
     for enter in (Arena.open, Arena.attach):

@@ -214,7 +214,7 @@ print([path.name for path in write_page(Page("t", [Section("s", [chart])]), Path
 
 def test_without_bokeh_everything_but_the_page_is_written(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_BOKEH, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", WITHOUT_BOKEH, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['report.json', 'charts.json', 'report.md']"
