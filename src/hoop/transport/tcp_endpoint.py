@@ -266,7 +266,7 @@ class TcpEndpoint(Endpoint):
         raise self._error
 
     def _connect(self, peer: int, hello: FrameHeader, deadline: float) -> socket.socket:
-        """A connection to a peer's listener, with its greeting sent."""
+        """A connection to a peer's listener, after its greeting."""
         self.link_stats.waiting_for, self.link_stats.connecting = (peer,), True
         try:
             sock = connect(self.peers[peer], self._wakeup, deadline, lambda: self._error is not None)

@@ -3,8 +3,9 @@
 A new connection sends a HELLO that names the dialling rank, the communicator and the generation. The listener's thread
 attaches it to that endpoint. The endpoint may not exist yet, because a peer's launch came first: then the connection
 waits in the list of pending connections. A connection that becomes a lane of a link (``tcp_lanes``) sends LANE instead,
-and is handled in the same way. The listener refuses a superseded generation with a text. The number of
-pending connections and the time to send a HELLO are limited, so that no client can exhaust this process.
+and is handled in the same way; the listener answers with LANE once it is attached or pending. The listener refuses a
+superseded generation with a text. The number of pending connections and the time to send a HELLO are limited, so that
+no client can exhaust this process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crc32c import crc32c
 
@@ -302,6 +303,9 @@ class TcpTransport(Transport):
             self._refuse(connection, refusal, FrameKind.GOODBYE if closed else FrameKind.REFUSAL)
         elif known:
             self._attach(connection)
+        if hello.kind == FrameKind.LANE:  # if it was refused, its socket is closed
+            with contextlib.suppress(OSError):
+                connection.sock.send(replace(hello, source=hello.sequence, sequence=hello.source, length=0).pack())
 
     def _attach(self, connection: _PendingConnection) -> None:
         hello = connection.hello
