@@ -39,7 +39,7 @@ from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.peer_memory import PeerMemory, open_peer_memory
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.sharded_update import ShardedGradientReducer, ShardedStageState
-from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
+from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageSpec, StageState, StateVectors
 from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
@@ -194,15 +194,8 @@ class PlanExecutor:
             self.stage_states[0] = make_state()
         for stage in plan.held_by(context.rank) if make_state is None else ():
             low, high = bounds[stage], bounds[stage + 1]
-            self.stage_states[stage] = make_stage_state(
-                vectors,
-                blocks[low:high],
-                first_block=low,
-                settings=settings,
-                name=f"stage{stage}.",
-                updates=not plan.servers,
-                chain=chain,
-            )
+            spec = StageSpec(blocks[low:high], low, f"stage{stage}.", updates=not plan.servers, chain=chain)
+            self.stage_states[stage] = make_stage_state(vectors, spec, settings)
         self._first_stage = min(self.stage_states, default=0)
         self.accelerator, self._usual_batch = accelerator, min(settings.batch_size, len(data))
         self.update_device = accelerator.device if accelerator is not None else CPU
