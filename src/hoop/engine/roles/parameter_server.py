@@ -34,7 +34,7 @@ from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole
-from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
+from hoop.engine.roles.rule_executor import RuleExecutor
 from hoop.engine.roles.server_shard import GpuServerShard, PeerServerShard, ServerShard
 from hoop.engine.stage.gpu import GpuStageState
 from hoop.engine.stage.gradient_reduction import clip_scale
@@ -108,16 +108,7 @@ class ServerClientRole(RankRole):
                 executor.step(work.position, work.samples)
             return []
         self._works, self._step, self._slices_received = works, -1, 0
-        expected = expected_messages(executor.plan, executor.rank, len(works))
-        RuleExecutor(
-            rule,
-            executor.channel,
-            expected,
-            self._execute,
-            executor.profiler,
-            executor.settings.timeout_s,
-            receiver=self._weights_of,
-        ).run()
+        RuleExecutor(executor, rule, len(works), self._execute, receiver=self._weights_of).run()
         return []
 
     def _execute(self, instruction: Instruction) -> None:
@@ -256,16 +247,7 @@ class ParameterServerRole(RankRole):
             for work in works:
                 executor.step(work.position, work.samples)
         else:
-            expected = expected_messages(executor.plan, executor.rank, len(works))
-            RuleExecutor(
-                rule,
-                executor.channel,
-                expected,
-                self._execute,
-                executor.profiler,
-                executor.settings.timeout_s,
-                receiver=self._rows_of,
-            ).run()
+            RuleExecutor(executor, rule, len(works), self._execute, receiver=self._rows_of).run()
         if not self._is_last:
             return []
         return [total / len(work.samples) for total, work in zip(self._loss_sums, works, strict=True)]
