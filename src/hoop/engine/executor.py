@@ -89,7 +89,8 @@ Reducer = GradientReducer | ShardedGradientReducer | DeviceGradientReducer
 class ActivationFlow:
     """Activations and their gradients between stages, on this rank or another one.
 
-    A micro-batch without samples has none: its instructions do nothing.
+    A micro-batch without samples has none: its instructions do nothing. What a worker pushes to a parameter server goes
+    the same way (``send``).
     """
 
     def __init__(self, feed: DataFeed, channel: TensorChannel, accelerator: Accelerator | None) -> None:
@@ -118,7 +119,7 @@ class ActivationFlow:
 
     def send_output(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self._send(instruction, self.outputs.pop((instruction.stage, instruction.micro)))
+            self.send(instruction, self.outputs.pop((instruction.stage, instruction.micro)), self.deadline)
 
     def recv_input(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -126,14 +127,15 @@ class ActivationFlow:
 
     def send_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self._send(instruction, self.input_gradients.pop((instruction.stage, instruction.micro)))
+            self.send(instruction, self.input_gradients.pop((instruction.stage, instruction.micro)), self.deadline)
 
-    def _send(self, instruction: Instruction, tensor: Tensor) -> None:
+    def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> None:
+        """Send a tensor that this rank has computed: from its GPU, if the peer can read it there, or from the host."""
         if self._accelerator is not None:
-            if self.channel.send_from_device(instruction, tensor, self.deadline):
+            if self.channel.send_from_device(instruction, tensor, deadline):
                 return
             tensor = self._accelerator.download(tensor)
-        self.channel.send(instruction, tensor, self.deadline)
+        self.channel.send(instruction, tensor, deadline)
 
     def recv_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
