@@ -34,7 +34,7 @@ from hoop.engine.cost_probe import (
 )
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.custom.setup import check_strategy, prepare_parts
-from hoop.engine.executor import PlanExecutor
+from hoop.engine.executor import PartitionedModel, PlanExecutor, RankRuntime
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.partitioning import check_gpu_memory, future_plan, needed_gpu_bytes, partition
@@ -170,36 +170,31 @@ def prepare(
     settings.check()
     accelerator = select_accelerator(context, settings)
     try:
-        return _prepare(context, settings, job, data, vectors, accelerator, earlier or EarlierSetup())
+        runtime = RankRuntime(context, settings, vectors, accelerator)
+        return _prepare(runtime, job, data, earlier or EarlierSetup())
     except BaseException:
         if accelerator is not None:
             accelerator.close()
         raise
 
 
-def _prepare(
-    context: RankContext,
-    settings: Settings,
-    job: Job,
-    data: Splits,
-    vectors: StateVectors,
-    accelerator: Accelerator | None,
-    earlier: EarlierSetup,
-) -> TrainingSetup:
-    """``prepare`` on this accelerator, which the caller closes after an error."""
+def _prepare(runtime: RankRuntime, job: Job, data: Splits, earlier: EarlierSetup) -> TrainingSetup:
+    """``prepare`` on the accelerator of ``runtime``, which the caller closes after an error."""
+    context, settings, accelerator = runtime.context, runtime.settings, runtime.accelerator
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
     model = build_model(job, settings.seed) if earlier.model is None else earlier.model
     if isinstance(job.loss, CustomLoss):
-        return _prepare_custom(context, settings, job, data, vectors, model, accelerator)
+        return _prepare_custom(runtime, job, data, model)
     blocks, resharding, criterion = blocks_of(model), earlier.resharding, job.criterion
     settings, strategy, plan = _choose_plan(context, settings, model, blocks, resharding)
     if criterion is None:
         raise InternalError("a job is prepared before the reduction of its loss is known")
     reduction = f"{criterion.returns} {criterion.minimised}"
     rounding = _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
-    costs = _costs(context, settings, blocks, data, accelerator, earlier)
+    runtime = dataclasses.replace(runtime, settings=settings)
+    costs = _costs(runtime, blocks, data, earlier)
     check_can_shard(strategy, accelerator=accelerator is not None)
     if not resharding and accelerator is None and may_choose(context, settings, strategy):
         strategy, plan, found, free = _choose_update(context, settings, strategy, costs, blocks)
@@ -210,17 +205,15 @@ def _prepare(
     if accelerator is not None:
         needed = needed_gpu_bytes(context, settings, found, future_plan(context, strategy, plan), costs)
         check_gpu_memory(context, settings, accelerator, needed, resharding)
-    executor = PlanExecutor(
-        context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
-    )
+    executor = PlanExecutor(runtime, PartitionedModel(blocks, bounds), plan, data.train, criterion, resident)
     if (strategy.replicated or plan.sharded_update) and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
     if (strategy.replicated or plan.sharded_update) and executor.stage_states[0].layout.counters:
         _set_counter_increments(executor.stage_states[0], _sample(settings, data)[0])
     if resident:
-        role: RankRole = ResidentRole(executor, data.train, vectors, sum(one.seconds for one in costs))
+        role: RankRole = ResidentRole(executor, data.train, runtime.vectors, sum(one.seconds for one in costs))
     else:
-        role = make_role(executor, strategy, blocks, data.train, vectors)
+        role = make_role(executor, strategy, blocks, data.train, runtime.vectors)
     if context.inject_faults is not None:
         context.inject_faults(executor)
     setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role, rounding=rounding)
@@ -256,15 +249,9 @@ def _choose_plan(
     return settings, strategy, plan
 
 
-def _costs(
-    context: RankContext,
-    settings: Settings,
-    blocks: list[nn.Module],
-    data: Splits,
-    accelerator: Accelerator | None,
-    earlier: EarlierSetup,
-) -> list[Block]:
+def _costs(runtime: RankRuntime, blocks: list[nn.Module], data: Splits, earlier: EarlierSetup) -> list[Block]:
     """Collective. The costs of the blocks, the same at every rank: known after a membership change, or measured."""
+    context, settings, accelerator = runtime.context, runtime.settings, runtime.accelerator
     costs = _known_costs(context, settings, earlier.costs) if earlier.resharding and accelerator is None else None
     if costs is not None:
         return costs
@@ -299,16 +286,9 @@ def _set_counter_increments(state: StageState, inputs: Tensor) -> None:
     state.set_counter_increments(increments)
 
 
-def _prepare_custom(
-    context: RankContext,
-    settings: Settings,
-    job: Job,
-    data: Splits,
-    vectors: StateVectors,
-    model: nn.Module,
-    accelerator: Accelerator | None,
-) -> TrainingSetup:
+def _prepare_custom(runtime: RankRuntime, job: Job, data: Splits, model: nn.Module) -> TrainingSetup:
     """Collective. Sets up custom training (``engine/custom``). Its blocks are not measured, and it is not predicted."""
+    context, settings = runtime.context, runtime.settings
     loss, strategy = job.loss, for_hosts(parse(settings.strategy), context.hosts)
     assert isinstance(loss, CustomLoss)
     check_can_shard(strategy, custom=True)
@@ -319,7 +299,7 @@ def _prepare_custom(
     def check_memory(costs: list[Block]) -> None:
         partition(context, settings, strategy, costs, plan, [model], resharding=False)
 
-    executor, role, costs = prepare_parts(context, settings, job, data, vectors, model, plan, accelerator, check_memory)
+    executor, role, costs = prepare_parts(runtime, job, data, model, plan, check_memory)
     if context.inject_faults is not None:
         context.inject_faults(executor)
     return TrainingSetup(model, costs, [0], strategy, plan, executor, role, rounding=rounding)
