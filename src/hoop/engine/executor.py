@@ -354,12 +354,12 @@ class PlanExecutor:
     ) -> Reducer:
         """Collective over ``ranks``, which hold the stage: on the GPU, if they are on one host."""
         group = self.context.communicator if len(ranks) == self.context.size else self.context.group(ranks)
-        shards, memory, timeout = self.plan.num_microbatches, self.peer_memory, self.settings.timeout_s
+        shards, memory = self.plan.num_microbatches, self.peer_memory
         if isinstance(stage_state, ShardedStageState):
             return ShardedGradientReducer(group, holdings, shards, stage_state, deadline)
         found = None
         if isinstance(stage_state, GpuStageState) and memory is not None and group.size > 1:
-            found = open_device_reducer(group, ranks, holdings, shards, stage_state, memory, deadline, timeout)
+            found = open_device_reducer(group, ranks, holdings, shards, stage_state, memory, deadline)
         return found or GradientReducer(group, holdings, shards, stage_state, deadline)
 
     # ---- a step
