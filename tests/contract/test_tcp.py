@@ -327,7 +327,7 @@ def test_a_link_that_changes_a_payload_byte_is_named() -> None:
         assert receive(zero, 1, 0) == b""
         assert isinstance(right, TcpTransport)
         assert isinstance(one, TcpEndpoint)
-        correct = right.checksum
+        correct = right.options.checksum
         assert correct is not None
         one._checksum = lambda data: correct(memoryview(bytes(data)[:-1] + b"?"))
         send_and_flush(one, 0, b"and is no more")

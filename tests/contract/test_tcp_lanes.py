@@ -66,6 +66,8 @@ STRIPED = FrameHeader(FrameKind.STRIPED, COMMUNICATOR, 1, 1, sequence=0, length=
 """A message of rank 1 to rank 0 over one lane, as a test sends it through plain sockets."""
 PARTS = [bytes(part) for part in stripes_of(memoryview(bytes(range(200)) * 5), 1)]
 STRIPE = FrameHeader(FrameKind.STRIPE, COMMUNICATOR, 1, 1, sequence=0, length=len(PARTS[1]), lane=1)
+ACCEPTED = FrameHeader(FrameKind.LANE, COMMUNICATOR, 1, source=0, sequence=1, length=0, lane=1)
+"""The answer of rank 0 to the greeting of lane 1 from rank 1."""
 
 
 @pytest.fixture
@@ -78,6 +80,7 @@ def scheme() -> str:
 def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(SOCKETS))
     monkeypatch.setattr(hoop.transport.tcp_lanes, "STRIPED_FROM_BYTES", THRESHOLD)
+    monkeypatch.setattr(hoop.transport.tcp_lanes, "_DIAL_TIMEOUT_S", LONG_S)  # tests expect lanes at any load
 
 
 @pytest.fixture
@@ -213,8 +216,61 @@ def test_a_lane_that_cannot_be_dialled_is_not_used(
     assert (lane_bytes(zero, 1)[0] > 0) == bool(dialled)
     assert [record.message for record in caplog.records if "sockets: lane" in record.message] == [
         f"rank 0: {zero.describe(1)} does not answer: [Errno 111] Connection refused. "
-        f"The link uses {dialled + 1} of {SOCKETS} sockets: lane {dialled + 1} cannot be dialled"
+        f"The link uses {dialled + 1} of {SOCKETS} sockets: lane {dialled + 1} was not accepted"
     ]
+
+
+def forward_one_way(listener: socket.socket, to: Address) -> None:
+    """Passes the bytes of the first connection on to an address, and none back."""
+    with (
+        contextlib.suppress(OSError),  # an end of the connection was closed
+        listener.accept()[0] as near,
+        socket.create_connection((to.host, to.port)) as far,
+    ):
+        while data := near.recv(4096):
+            far.sendall(data)
+
+
+@pytest.mark.parametrize("key", [b"", KEY], ids=["no key", "key"])
+@pytest.mark.parametrize("obstacle", ["never accepted", "no answer comes through"])
+def test_a_lane_that_is_not_accepted_is_not_used(
+    obstacle: str, key: bytes, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection is made, and the greeting sent. What follows it arrives whole and in order, in both directions."""
+    monkeypatch.setattr(hoop.transport.tcp_lanes, "_DIAL_TIMEOUT_S", 0.2)
+    listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+    wall = Address("127.0.0.1", listener.getsockname()[1])
+    thread = closing.enter_context(ThreadPoolExecutor(1))
+    closing.callback(listener.shutdown, socket.SHUT_RDWR)
+    zero, one = closing.enter_context(authenticated_pair(key, key))
+    connect((zero, one))
+    if obstacle == "no answer comes through":
+        thread.submit(forward_one_way, listener, one.peers[1])
+    dials: list[Address] = []
+
+    def connect_to_wall(address: Address, *rest: Any) -> socket.socket:
+        dials.append(address)
+        return real_connect(wall if address == one.peers[1] else address, *rest)
+
+    monkeypatch.setattr(hoop.transport.tcp_endpoint, "connect", connect_to_wall)
+    sizes = (3 * MIB, 100_003, 5, 1000)
+    for seed, size in enumerate(sizes):
+        zero.send(1, memoryview(message(size, seed)), deadline_in())
+    with ThreadPoolExecutor(1) as receiver:
+        received = receiver.submit(lambda: [receive(one, 0, size) for size in sizes])
+        zero.flush(deadline_in())
+        assert received.result(LONG_S) == [message(size, seed) for seed, size in enumerate(sizes)]
+    monkeypatch.setattr(hoop.transport.tcp_lanes, "_DIAL_TIMEOUT_S", LONG_S)
+    send_and_flush(one, 0, message(1000))  # this direction has its lanes
+    assert receive(zero, 1, 1000) == message(1000)
+    assert dials.count(one.peers[1]) == 1, "a lane was dialled again, or another one after it"
+    assert lane_bytes(zero, 1)[0] == 0
+    assert lane_bytes(one, 0)[0] > 0
+    assert [record.message for record in caplog.records if "sockets: lane" in record.message] == [
+        f"rank 0: connecting to {zero.describe(1)} passed its deadline (communicator {COMMUNICATOR}, generation 1). "
+        f"The link uses 1 of {SOCKETS} sockets: lane 1 was not accepted"
+    ]
+    assert zero.link_stats.failed_peer is None
 
 
 def test_an_abort_while_a_lane_is_dialled_is_raised(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,6 +623,7 @@ def test_a_short_or_wrong_stripe_is_an_error(
     complaint: str,
 ) -> None:
     lane = dial(transports[0], lane_hello(), stripe)
+    assert FrameHeader.unpack(lane.recv(HEADER_BYTES)) == ACCEPTED
     lane.close()
     dial(transports[0], hello(), STRIPED.pack(), PARTS[0])
     with pytest.raises(kind, match=complaint):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def test_a_restarted_process_restores_all_of_the_state(tmp_path: Path) -> None:
         expected = {name: one.clone() for name, one in first._role.restore_targets(first._setup.model).items()}
         stage = first.executor.stage_states[0]
         stage.state_array[stage.layout.trained :] += 1  # as during a forward
-        second = Trainer(world(9), base, JOBS["normed"], events.append, lambda: False, joining=True)
+        joining = dataclasses.replace(world(9), joining=True)
+        second = Trainer(joining, base, JOBS["normed"], events.append, lambda: False)
         assert second._done == 5
         (newest, *_) = second._late_join.arena_shards
         assert newest.step == 5

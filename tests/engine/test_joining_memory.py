@@ -33,7 +33,7 @@ def set_up_alone(folder: Path, size: int, future_size: int) -> int:
         context = RankContext(
             arena, one, lambda ranks: one, wait_reassignment=wait_reassignment, joining=True, future_size=future_size
         )
-        trainer = Trainer(context, SETTINGS, JOBS["mlp"], lambda event: None, lambda: False, joining=True)
+        trainer = Trainer(context, SETTINGS, JOBS["mlp"], lambda event: None, lambda: False)
         used = arena.used
         trainer.close()
         return used

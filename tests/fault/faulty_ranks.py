@@ -9,6 +9,7 @@ that never fires fails the test.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -274,9 +275,8 @@ class _AssignmentReceiver:
 
     def single_rank(self) -> RankContext:
         """Returns the context in which a joining rank prepares, with a world of one rank."""
-        return self._world(
-            1 << 20, {"generation": 1, "rank": 0, "peers": [list(vars(self._transport.address).values())]}
-        )
+        assignment = {"generation": 1, "rank": 0, "peers": [list(vars(self._transport.address).values())]}
+        return dataclasses.replace(self._world(1 << 20, assignment), joining=True)
 
     def next(self, timeout: float) -> RankContext:
         self.close()
@@ -398,7 +398,7 @@ def _run_rank(
         try:
             _install_faults(faults, wait_here, die_with)
             context = receiver.single_rank() if joining else receiver.next(TIMEOUT_S)
-            trainer = ReportingTrainer(context, settings, job, emit, lambda: False, None, "test.", joining)
+            trainer = ReportingTrainer(context, settings, job, emit, lambda: False, None, "test.")
             trainer.join() if joining else trainer.train()
             model, role = trainer._setup.model, trainer._role
             for stage_state in trainer.executor.stage_states.values():

@@ -106,9 +106,7 @@ def coordinator(
     tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
-    leave_with_stdin: Annotated[
-        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
-    ] = False,
+    leave_with_stdin: options.LeaveWithStdin = False,
 ) -> None:
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
     from hoop.cli.running import Stopping, run_event_loop

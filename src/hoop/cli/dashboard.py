@@ -49,9 +49,7 @@ def dashboard(
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     json: options.Json = False,
-    leave_with_stdin: Annotated[
-        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
-    ] = False,
+    leave_with_stdin: options.LeaveWithStdin = False,
 ) -> None:
     """Show a cluster live in the browser: devices, jobs, a timeline of faults and recoveries, events.
 

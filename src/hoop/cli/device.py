@@ -73,9 +73,7 @@ def device(
     insecure: options.Insecure = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
-    leave_with_stdin: Annotated[
-        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
-    ] = False,
+    leave_with_stdin: options.LeaveWithStdin = False,
 ) -> None:
     """Start one device and join it to a coordinator. A job that is running takes it in.
 

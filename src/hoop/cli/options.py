@@ -55,6 +55,9 @@ Jobs = Annotated[
     ),
 ]
 AddressFile = Annotated[Path | None, typer.Option(help="File to write host:port to, once everything is up.")]
+LeaveWithStdin = Annotated[
+    bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
+]
 Insecure = Annotated[
     bool,
     typer.Option(

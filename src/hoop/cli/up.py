@@ -53,9 +53,7 @@ def up(
     tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
-    leave_with_stdin: Annotated[
-        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
-    ] = False,
+    leave_with_stdin: options.LeaveWithStdin = False,
 ) -> None:
     """Start a coordinator and its devices here, until Ctrl-C.
 

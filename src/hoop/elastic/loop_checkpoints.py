@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hoop.collectives.rank_context import RankContext
-from hoop.engine.fault_tolerance.checkpoint import deserialize
+from hoop.engine.fault_tolerance.checkpoint import verified
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import make_folder
 from hoop.job_events import CheckpointWritten, Emit, JobEvent, SnapshotTaken, Warned
@@ -59,8 +59,8 @@ class LoopCheckpoints:
             if isinstance(event, SnapshotTaken):
                 buffer = next(one for one in context.arena.buffers() if one.name == event.buffer)
                 data = bytes(context.arena.read(buffer.address, event.bytes))
-                tensors, metadata = deserialize(data, event.buffer)
-                writer.offer(Snapshot(event.steps, tensors, metadata))
+                found = verified(data, event.buffer)
+                writer.offer(Snapshot(event.steps, found.tensors, found.metadata, found.checksums))
             for written in writer.new_events():
                 _log(written)
 

@@ -205,7 +205,7 @@ class Run:
         try:
             checked = Settings.from_json(settings).check()
             writing = self._checkpoints.writing(emit, context)
-            trainer = Trainer(context, checked, self._job, writing, stopping, resume, "elastic.", context.joining)
+            trainer = Trainer(context, checked, self._job, writing, stopping, resume, "elastic.")
             try:
                 trainer.join() if context.joining else trainer.train()
             finally:

@@ -56,7 +56,7 @@ def train_rank(
         context = _with_faults(context, _fault_hook(checked, context, emit))
     with blaming_user_code(f"in {checked.job}"):
         job, prefix = job_for_a_device(checked.job, RECIPES, jobs), f"job{context.job_id}."
-        trainer = Trainer(context, checked, job, emit, stopping, resume, prefix, context.joining)
+        trainer = Trainer(context, checked, job, emit, stopping, resume, prefix)
         emit(Loaded())
         try:
             trainer.join() if context.joining else trainer.train()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.peer_memory import PeerMemory, open_peer_memory
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.sharded_update import ShardedGradientReducer, ShardedStageState
-from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
+from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageSpec, StageState, StateVectors
 from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
@@ -89,7 +90,8 @@ Reducer = GradientReducer | ShardedGradientReducer | DeviceGradientReducer
 class ActivationFlow:
     """Activations and their gradients between stages, on this rank or another one.
 
-    A micro-batch without samples has none: its instructions do nothing.
+    A micro-batch without samples has none: its instructions do nothing. What a worker pushes to a parameter server goes
+    the same way (``send``).
     """
 
     def __init__(self, feed: DataFeed, channel: TensorChannel, accelerator: Accelerator | None) -> None:
@@ -118,7 +120,7 @@ class ActivationFlow:
 
     def send_output(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self._send(instruction, self.outputs.pop((instruction.stage, instruction.micro)))
+            self.send(instruction, self.outputs.pop((instruction.stage, instruction.micro)), self.deadline)
 
     def recv_input(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -126,14 +128,15 @@ class ActivationFlow:
 
     def send_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self._send(instruction, self.input_gradients.pop((instruction.stage, instruction.micro)))
+            self.send(instruction, self.input_gradients.pop((instruction.stage, instruction.micro)), self.deadline)
 
-    def _send(self, instruction: Instruction, tensor: Tensor) -> None:
+    def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> None:
+        """Send a tensor that this rank has computed: from its GPU, if the peer can read it there, or from the host."""
         if self._accelerator is not None:
-            if self.channel.send_from_device(instruction, tensor, self.deadline):
+            if self.channel.send_from_device(instruction, tensor, deadline):
                 return
             tensor = self._accelerator.download(tensor)
-        self.channel.send(instruction, tensor, self.deadline)
+        self.channel.send(instruction, tensor, deadline)
 
     def recv_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -142,87 +145,82 @@ class ActivationFlow:
             )
 
 
+@dataclass(frozen=True)
+class RankRuntime:
+    """What one rank computes with, whatever the model."""
+
+    context: RankContext
+    settings: Settings
+    vectors: StateVectors
+    """Allocates the state in the arena."""
+    accelerator: Accelerator | None = None
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """The blocks of a model, cut into stages."""
+
+    blocks: Sequence[nn.Module]
+    bounds: Sequence[int]
+    """First block of each stage."""
+
+    def stage(self, number: int) -> tuple[int, int]:
+        """The first block of a stage, and the one after its last."""
+        return self.bounds[number], [*self.bounds[1:], len(self.blocks)][number]
+
+
+@dataclass(frozen=True)
+class CustomParts:
+    """What custom training has in place of the executor's: ``CustomRole`` computes its shards."""
+
+    feed: DataFeed
+    state: StageState
+
+
 class PlanExecutor:
     """The stages, data and communication of one rank, and the loop over its instructions. ``setup.py`` makes it."""
 
     def __init__(
         self,
-        context: RankContext,
-        settings: Settings,
-        blocks: Sequence[nn.Module],
-        cut: Sequence[int],
+        runtime: RankRuntime,
+        model: PartitionedModel,
         plan: Plan,
         data: Dataset,
         criterion: Criterion | CustomLoss,
-        vectors: StateVectors,
-        accelerator: Accelerator | None = None,
         resident: bool = False,
-        feed: DataFeed | None = None,
-        make_state: Callable[[], StageState] | None = None,
+        custom: CustomParts | None = None,
     ) -> None:
-        """``cut``: the first block of each stage. ``vectors``: allocates the state in the arena.
-
-        ``resident``: the state stays on the accelerator, and ``ResidentRole`` runs the steps. ``feed``, ``make_state``:
-        those of custom training, of which ``CustomRole`` computes the shards.
-        """
+        """``resident``: the state stays on the accelerator, and ``ResidentRole`` runs the steps."""
+        context, settings, accelerator = runtime.context, runtime.settings, runtime.accelerator
         self.context, self.settings, self.criterion, self.rank = context, settings, criterion, context.rank
         self.profiler, self.last_stage = InstructionProfiler(), plan.stages - 1
         self.deferred_updates = DeferredUpdates(self.profiler)
-        rows = -(-settings.batch_size // plan.num_microbatches)
         self.peer_memory: PeerMemory | None = None
         """Memory of this host's accelerators, with a partitioned model; None without one, or with a single rank."""
-        if accelerator is not None and not resident and make_state is None and context.size > 1:
+        if accelerator is not None and not resident and custom is None and context.size > 1:
             used = bool(plan.held_by(context.rank)) or context.rank in plan.servers
-            self.peer_memory = open_peer_memory(context.communicator, accelerator, vectors, used, settings.timeout_s)
+            self.peer_memory = open_peer_memory(
+                context.communicator, accelerator, runtime.vectors, used, settings.timeout_s
+            )
         peer_tensors: PeerTensors | None = None
         if self.peer_memory is not None and (plan.stages > 1 or plan.servers):
             peer_tensors = PeerTensors(self.peer_memory, context.communicator, settings.timeout_s)
         channel = TensorChannel(context.communicator.endpoint, peer_tensors)
-        self.activations = ActivationFlow(feed or DataFeed(data, settings.seed, rows), channel, accelerator)
-        bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
-        self.stage_states: dict[int, StageState] = {}
+        rows = -(-settings.batch_size // plan.num_microbatches)
+        feed = custom.feed if custom is not None else DataFeed(data, settings.seed, rows)
+        self.activations = ActivationFlow(feed, channel, accelerator)
+        self.stage_states = _make_stage_states(runtime, model, plan, resident) if custom is None else {0: custom.state}
         """The stages that this rank holds, by number."""
-        make_stage_state: Callable[..., StageState] = (
-            partial(ResidentStageState, accelerator)
-            if accelerator is not None and resident
-            else stage_state_factory(accelerator, plan, settings)
-        )
-        if plan.sharded_update:
-            ranks = plan.holders[0]
-            make_stage_state = partial(ShardedStageState, ranks.index(context.rank), len(ranks))
-        if make_state is not None:
-            self.stage_states[0] = make_state()
-        for stage in plan.held_by(context.rank) if make_state is None else ():
-            low, high = bounds[stage], bounds[stage + 1]
-            self.stage_states[stage] = make_stage_state(
-                vectors,
-                blocks[low:high],
-                first_block=low,
-                settings=settings,
-                name=f"stage{stage}.",
-                updates=not plan.servers,
-                chain=chain,
-            )
         self._first_stage = min(self.stage_states, default=0)
         self.accelerator, self._usual_batch = accelerator, min(settings.batch_size, len(data))
         self.update_device = accelerator.device if accelerator is not None else CPU
         """Where the updates of the weights are computed."""
-        self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
+        self._norm = GradientNorm(
+            context, settings, model.blocks, [*model.bounds, len(model.blocks)], self.update_device
+        )
         self.objective = Objective(criterion) if isinstance(criterion, Criterion) else None
         self._reducers: dict[int, Reducer] = {}
-        self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
-            InstructionKind.LOAD: self.activations.load,
-            InstructionKind.FORWARD: self._forward,
-            InstructionKind.BACKWARD: self._backward,
-            InstructionKind.BACKWARD_INPUT: self._backward_input,
-            InstructionKind.BACKWARD_WEIGHT: self._backward_weight,
-            InstructionKind.SEND_OUTPUT: self.activations.send_output,
-            InstructionKind.RECV_INPUT: self.activations.recv_input,
-            InstructionKind.SEND_GRADIENT: self.activations.send_gradient,
-            InstructionKind.RECV_GRADIENT: self.activations.recv_gradient,
-            InstructionKind.REDUCE: self._reduce,
-            InstructionKind.UPDATE: self._update,
-        }
+        self._handlers = self._make_handlers()
         self._metrics: dict[int, ShardMetrics] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
         self._prefetcher: Prefetcher | None = None
@@ -253,6 +251,21 @@ class PlanExecutor:
         self.plan = plan
         if not context.future_size:  # else the first recovery switches to the plan that this rank trains with
             self.switch_plan(plan)
+
+    def _make_handlers(self) -> dict[InstructionKind, Callable[[Instruction], None]]:
+        return {
+            InstructionKind.LOAD: self.activations.load,
+            InstructionKind.FORWARD: self._forward,
+            InstructionKind.BACKWARD: self._backward,
+            InstructionKind.BACKWARD_INPUT: self._backward_input,
+            InstructionKind.BACKWARD_WEIGHT: self._backward_weight,
+            InstructionKind.SEND_OUTPUT: self.activations.send_output,
+            InstructionKind.RECV_INPUT: self.activations.recv_input,
+            InstructionKind.SEND_GRADIENT: self.activations.send_gradient,
+            InstructionKind.RECV_GRADIENT: self.activations.recv_gradient,
+            InstructionKind.REDUCE: self._reduce,
+            InstructionKind.UPDATE: self._update,
+        }
 
     @property
     def position(self) -> Position:
@@ -341,12 +354,12 @@ class PlanExecutor:
     ) -> Reducer:
         """Collective over ``ranks``, which hold the stage: on the GPU, if they are on one host."""
         group = self.context.communicator if len(ranks) == self.context.size else self.context.group(ranks)
-        shards, memory, timeout = self.plan.num_microbatches, self.peer_memory, self.settings.timeout_s
+        shards, memory = self.plan.num_microbatches, self.peer_memory
         if isinstance(stage_state, ShardedStageState):
             return ShardedGradientReducer(group, holdings, shards, stage_state, deadline)
         found = None
         if isinstance(stage_state, GpuStageState) and memory is not None and group.size > 1:
-            found = open_device_reducer(group, ranks, holdings, shards, stage_state, memory, deadline, timeout)
+            found = open_device_reducer(group, ranks, holdings, shards, stage_state, memory, deadline)
         return found or GradientReducer(group, holdings, shards, stage_state, deadline)
 
     # ---- a step
@@ -540,3 +553,23 @@ class PlanExecutor:
         stage_state.on_total(done, self.gradient_scale)
         self.deferred_updates.submit(partial(stage_state.apply_update, self.rate, done), instruction)
         self.computed, self.steps_updated = [], done + 1
+
+
+def _make_stage_states(
+    runtime: RankRuntime, model: PartitionedModel, plan: Plan, resident: bool
+) -> dict[int, StageState]:
+    """Make the states of the stages that this rank holds, by number."""
+    rank, accelerator, settings = runtime.context.rank, runtime.accelerator, runtime.settings
+    make: Callable[..., StageState] = stage_state_factory(accelerator, plan, settings)
+    if accelerator is not None and resident:
+        make = partial(ResidentStageState, accelerator)
+    if plan.sharded_update:
+        ranks = plan.holders[0]
+        make = partial(ShardedStageState, ranks.index(rank), len(ranks))
+    chain = layers_of(model.blocks) is not None
+    found: dict[int, StageState] = {}
+    for stage in plan.held_by(rank):
+        low, high = model.stage(stage)
+        spec = StageSpec(model.blocks[low:high], low, f"stage{stage}.", updates=not plan.servers, chain=chain)
+        found[stage] = make(runtime.vectors, spec, settings)
+    return found

@@ -1,4 +1,4 @@
-"""Sets up one rank before the first step: builds the model, partitions it, checks memory, and makes the executor.
+"""Sets up one rank before the first step: builds the model, has it partitioned, and makes the executor and the role.
 
 ``prepare`` is called by the trainer when a run starts, and by ``ShardedStateManager.reshard`` after a membership
 change. It is collective: ranks compare what they are about to train, agree on block costs and on the partition, and
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from hoop.collectives.communicator import all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
-from hoop.config import format_size
 from hoop.data.dataset import Batch, Dataset, Splits
 from hoop.data.sampler import SampleOrder
 from hoop.engine.cost_probe import (
@@ -35,11 +34,10 @@ from hoop.engine.cost_probe import (
 )
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.custom.setup import check_strategy, prepare_parts
-from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes, gpu_copies_bytes
-from hoop.engine.gradient_slots import gradient_memory_for
+from hoop.engine.executor import PartitionedModel, PlanExecutor, RankRuntime
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
+from hoop.engine.partitioning import check_gpu_memory, future_plan, needed_gpu_bytes, partition
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
 from hoop.engine.roles.resident import ResidentRole
@@ -48,7 +46,7 @@ from hoop.engine.roles.sharded_data import ShardedDataRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator, select_accelerator
 from hoop.engine.stage.linear_chain import layers_of
-from hoop.engine.stage.state import StageState, StateVectors, shared_parameters
+from hoop.engine.stage.state import StageState, StateVectors
 from hoop.engine.update_choice import check_can_shard, is_faster_sharded, may_choose
 from hoop.environment import mismatch, rounding_text, rounds_differently
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
@@ -57,18 +55,9 @@ from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
-from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
+from hoop.strategies.catalog import parse, plan_for_devices
 from hoop.strategies.data_parallel import DataParallel, for_hosts
-from hoop.strategies.memory_fit import (
-    MIB,
-    Fit,
-    advice,
-    enough_memory,
-    fit,
-    fitting_strategies,
-    gpu_bytes,
-    gpu_shard_bytes,
-)
+from hoop.strategies.memory_fit import Fit
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 FIRST_WEIGHTS = "first weights"
@@ -181,57 +170,50 @@ def prepare(
     settings.check()
     accelerator = select_accelerator(context, settings)
     try:
-        return _prepare(context, settings, job, data, vectors, accelerator, earlier or EarlierSetup())
+        runtime = RankRuntime(context, settings, vectors, accelerator)
+        return _prepare(runtime, job, data, earlier or EarlierSetup())
     except BaseException:
         if accelerator is not None:
             accelerator.close()
         raise
 
 
-def _prepare(
-    context: RankContext,
-    settings: Settings,
-    job: Job,
-    data: Splits,
-    vectors: StateVectors,
-    accelerator: Accelerator | None,
-    earlier: EarlierSetup,
-) -> TrainingSetup:
-    """``prepare`` on this accelerator, which the caller closes after an error."""
+def _prepare(runtime: RankRuntime, job: Job, data: Splits, earlier: EarlierSetup) -> TrainingSetup:
+    """``prepare`` on the accelerator of ``runtime``, which the caller closes after an error."""
+    context, settings, accelerator = runtime.context, runtime.settings, runtime.accelerator
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
     model = build_model(job, settings.seed) if earlier.model is None else earlier.model
     if isinstance(job.loss, CustomLoss):
-        return _prepare_custom(context, settings, job, data, vectors, model, accelerator)
+        return _prepare_custom(runtime, job, data, model)
     blocks, resharding, criterion = blocks_of(model), earlier.resharding, job.criterion
     settings, strategy, plan = _choose_plan(context, settings, model, blocks, resharding)
     if criterion is None:
         raise InternalError("a job is prepared before the reduction of its loss is known")
     reduction = f"{criterion.returns} {criterion.minimised}"
     rounding = _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
-    costs = _costs(context, settings, blocks, data, accelerator, earlier)
+    runtime = dataclasses.replace(runtime, settings=settings)
+    costs = _costs(runtime, blocks, data, earlier)
     check_can_shard(strategy, accelerator=accelerator is not None)
     if not resharding and accelerator is None and may_choose(context, settings, strategy):
         strategy, plan, found, free = _choose_update(context, settings, strategy, costs, blocks)
     else:
-        found, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
+        found, free = partition(context, settings, strategy, costs, plan, blocks, resharding)
     bounds = [stage.blocks.start for stage in found.stages]
     resident = accelerator is not None and strategy.replicated
     if accelerator is not None:
-        needed = _gpu_bytes(context, settings, found, _future_plan(context, strategy, plan), costs)
-        _check_gpu_memory(context, settings, accelerator, needed, resharding)
-    executor = PlanExecutor(
-        context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
-    )
+        needed = needed_gpu_bytes(context, settings, found, future_plan(context, strategy, plan), costs)
+        check_gpu_memory(context, settings, accelerator, needed, resharding)
+    executor = PlanExecutor(runtime, PartitionedModel(blocks, bounds), plan, data.train, criterion, resident)
     if (strategy.replicated or plan.sharded_update) and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
     if (strategy.replicated or plan.sharded_update) and executor.stage_states[0].layout.counters:
         _set_counter_increments(executor.stage_states[0], _sample(settings, data)[0])
     if resident:
-        role: RankRole = ResidentRole(executor, data.train, vectors, sum(one.seconds for one in costs))
+        role: RankRole = ResidentRole(executor, data.train, runtime.vectors, sum(one.seconds for one in costs))
     else:
-        role = make_role(executor, strategy, blocks, data.train, vectors)
+        role = make_role(executor, strategy, blocks, data.train, runtime.vectors)
     if context.inject_faults is not None:
         context.inject_faults(executor)
     setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role, rounding=rounding)
@@ -267,15 +249,9 @@ def _choose_plan(
     return settings, strategy, plan
 
 
-def _costs(
-    context: RankContext,
-    settings: Settings,
-    blocks: list[nn.Module],
-    data: Splits,
-    accelerator: Accelerator | None,
-    earlier: EarlierSetup,
-) -> list[Block]:
+def _costs(runtime: RankRuntime, blocks: list[nn.Module], data: Splits, earlier: EarlierSetup) -> list[Block]:
     """Collective. The costs of the blocks, the same at every rank: known after a membership change, or measured."""
+    context, settings, accelerator = runtime.context, runtime.settings, runtime.accelerator
     costs = _known_costs(context, settings, earlier.costs) if earlier.resharding and accelerator is None else None
     if costs is not None:
         return costs
@@ -310,16 +286,9 @@ def _set_counter_increments(state: StageState, inputs: Tensor) -> None:
     state.set_counter_increments(increments)
 
 
-def _prepare_custom(
-    context: RankContext,
-    settings: Settings,
-    job: Job,
-    data: Splits,
-    vectors: StateVectors,
-    model: nn.Module,
-    accelerator: Accelerator | None,
-) -> TrainingSetup:
+def _prepare_custom(runtime: RankRuntime, job: Job, data: Splits, model: nn.Module) -> TrainingSetup:
     """Collective. Sets up custom training (``engine/custom``). Its blocks are not measured, and it is not predicted."""
+    context, settings = runtime.context, runtime.settings
     loss, strategy = job.loss, for_hosts(parse(settings.strategy), context.hosts)
     assert isinstance(loss, CustomLoss)
     check_can_shard(strategy, custom=True)
@@ -328,9 +297,9 @@ def _prepare_custom(
     rounding = _check_same_on_all_ranks(context, settings, model, data, f"{loss.returns} {loss.metric_names}")
 
     def check_memory(costs: list[Block]) -> None:
-        _partition(context, settings, strategy, costs, plan, [model], resharding=False)
+        partition(context, settings, strategy, costs, plan, [model], resharding=False)
 
-    executor, role, costs = prepare_parts(context, settings, job, data, vectors, model, plan, accelerator, check_memory)
+    executor, role, costs = prepare_parts(runtime, job, data, model, plan, check_memory)
     if context.inject_faults is not None:
         context.inject_faults(executor)
     return TrainingSetup(model, costs, [0], strategy, plan, executor, role, rounding=rounding)
@@ -341,7 +310,7 @@ def _choose_update(
 ) -> tuple[Strategy, Plan, Fit, int]:
     """Collective. The data parallel strategy, with a sharded update if that is faster, or if only then it fits.
 
-    Also its plan, and the results of ``_partition``.
+    Also its plan, and the results of ``partition``.
     """
     sharded = for_hosts(DataParallel(sharded=True), context.hosts)
     weights = sum(one.weight_bytes for one in costs)
@@ -350,7 +319,7 @@ def _choose_update(
     for one in (sharded, strategy) if faster else (strategy, sharded):
         plan = one.plan(context.size, settings.num_microbatches)
         try:
-            return one, plan, *_partition(context, settings, one, costs, plan, blocks, resharding=False)
+            return one, plan, *partition(context, settings, one, costs, plan, blocks, resharding=False)
         except FailedPrecondition as error:
             errors[one.replicated] = error
     raise errors[True]
@@ -464,166 +433,3 @@ def _broadcast_costs(context: RankContext, settings: Settings, costs: list[Block
         )
         for one, (seconds, activation, output, forward) in zip(costs, numbers.reshape(-1, 4), strict=True)
     ]
-
-
-def _partition(
-    context: RankContext,
-    settings: Settings,
-    strategy: Strategy,
-    costs: list[Block],
-    plan: Plan,
-    blocks: list[nn.Module],
-    resharding: bool,
-) -> tuple[Fit, int]:
-    """Collective. The partition, and the bytes of this rank's arena that remain free.
-
-    A rank that sets up alone is checked for the ranks that it will train with, as if they all had its memory.
-    Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
-    devices (``resharding``) goes on even if its snapshots may not fit any more.
-    """
-    gradients = gradient_memory_for(settings.balance, clipped=bool(settings.optimizer.clip))
-    mine = np.array([context.arena.capacity - context.arena.used], np.int64)
-    free = np.zeros(context.size, np.int64)
-    context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
-    memory = [int(one) for one in free]
-    if context.future_size:
-        plan, memory = _future_plan(context, strategy, plan), memory * context.future_size
-    replicates = settings.replicate and not strategy.replicated and context.wait_reassignment is not None
-    replicas = settings.replicas if replicates else 0
-    try:
-        found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, gradient_buffers=gradients)
-    except FailedPrecondition as error:
-        others = fitting_strategies(all_strategies(plan.size), costs, memory, plan.num_microbatches, gradients)
-        unlimited = fit(
-            strategy, plan, costs, [None] * plan.size, cuts=settings.cut or None, gradient_buffers=gradients
-        )
-        needed = context.arena.used + _enough_memory(context, plan, unlimited, costs, replicas)
-        raise FailedPrecondition(f"{error}. {advice(others, needed)}") from None
-    if replicas:
-        check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory, replicas)
-    if not resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
-        needed = context.arena.used + _enough_memory(context, plan, found, costs, replicas)
-        copies = _copies_bytes(context, plan, found, costs, replicas)
-        _check_snapshots(settings, plan, found, costs, memory, copies, needed)
-    bounds = [stage.blocks.start for stage in found.stages]
-    for first, second in shared_parameters(blocks):
-        if any(first < bound <= second for bound in bounds):
-            raise InvalidArgument(
-                f"cut: blocks {first} and {second} share a parameter and cannot be in different stages; "
-                "give a cut that keeps them together, or use data parallel"
-            )
-    spare = memory[context.rank] - found.bytes[context.rank]
-    if plan.sharded_update:
-        spare -= _copies_bytes(context, plan, found, costs, replicas)[context.rank]
-        spare -= 2 * _snapshot_bytes(plan, found, costs)[context.rank]
-    return found, max(0, spare)
-
-
-def _future_plan(context: RankContext, strategy: Strategy, plan: Plan) -> Plan:
-    """The plan that this rank will train with: ``plan``, or another one if it sets up alone."""
-    return strategy.plan(context.future_size, plan.num_microbatches) if context.future_size else plan
-
-
-def _gpu_bytes(context: RankContext, settings: Settings, found: Fit, plan: Plan, costs: list[Block]) -> int:
-    """Bytes of this rank on its GPU: its state and gradients, and the replicas that it updates."""
-    if found.strategy.replicated:
-        return gpu_bytes(costs, plan, context.rank)
-    gradients = gradient_memory_for(settings.balance)(found.strategy, plan)
-    replicates = settings.replicate and context.wait_reassignment is not None
-    replicas = settings.replicas if replicates else 0
-    copies = gpu_copies_bytes(plan, found, costs, context.hosts, replicas)
-    return gpu_shard_bytes(found, plan, costs, gradients, context.rank) + copies[context.rank]
-
-
-def _check_gpu_memory(
-    context: RankContext, settings: Settings, accelerator: Accelerator, needed: int, resharding: bool
-) -> None:
-    """Collective. Raises unless each rank's state fits in its memory on its GPU, and each GPU has that of its ranks.
-
-    ``needed``: bytes of this rank. The GPUs are not asked after a loss (``resharding``): the driver may not have freed
-    the memory of a killed process yet.
-    """
-    free, total = accelerator.memory()
-    host = context.hosts[context.rank] if context.hosts else ""
-    mine = [needed, accelerator.capacity, f"{host} {accelerator.identity}", free]
-    ranks = all_gather_object(context.communicator, mine, settings.timeout_s)
-    for rank, (needed, capacity, _, _) in enumerate(ranks):
-        if needed > capacity:
-            size = -(-needed // MIB)
-            raise FailedPrecondition(
-                f"memory: rank {rank} needs {format_size(needed)} on its GPU for weights, optimizer state, the "
-                f"gradients of its shards and replicas, and has {format_size(capacity)} there; use --memory {size}MiB "
-                "(memory= of hoop.train), or fewer shards"
-            )
-    if resharding or not accelerator.cuda:
-        return
-    for gpu in dict.fromkeys(one[2] for one in ranks):
-        sharing = [rank for rank, one in enumerate(ranks) if one[2] == gpu]
-        wanted, there = sum(ranks[rank][1] for rank in sharing), min(ranks[rank][3] for rank in sharing)
-        if wanted > there:
-            raise FailedPrecondition(
-                f"memory: the devices of ranks {', '.join(map(str, sharing))} want {format_size(wanted)} on one GPU "
-                f"({accelerator.name}, {format_size(total)}), and {format_size(there)} is free there; use a smaller "
-                "--memory, fewer devices, or end other programs that use it"
-            )
-
-
-def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> int:
-    """Bytes that are enough for the state of every rank, with its replicas and two snapshots of its weights."""
-    copies = _copies_bytes(context, plan, fit, costs, replicas)
-    snapshots = [2 * one for one in _snapshot_bytes(plan, fit, costs)]
-    return max(map(sum, zip(fit.bytes, copies, snapshots, strict=True)))
-
-
-def _copies_bytes(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> list[int]:
-    """By rank: what it keeps to survive the loss of others: replicas, or in data parallel a second total buffer."""
-    if replicas:
-        return copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory, replicas)
-    elastic = context.wait_reassignment is not None and plan.size > 1 and fit.strategy.replicated
-    gradients = (one.weight_bytes if one.gradient_bytes is None else one.gradient_bytes for one in costs)
-    return [sum(gradients) if elastic else 0] * plan.size
-
-
-def _snapshot_bytes(plan: Plan, fit: Fit, costs: list[Block]) -> list[int]:
-    """By rank: the bytes of one snapshot of its weights and optimizer state.
-
-    With a sharded update a rank has the optimizer state of the parameters that begin in its slice, and one of them may
-    be large; the first rank has the weights, and any rank may become the first.
-    """
-    if plan.sharded_update:
-        moments = [one.optimizer_bytes for one in costs]
-        most = min(sum(moments), -(-sum(moments) // len(plan.holders[0])) + max(moments))
-        return [sum(one.weight_bytes for one in costs) + most] * plan.size
-    states = [sum(costs[one].weight_bytes + costs[one].optimizer_bytes for one in stage.blocks) for stage in fit.stages]
-    return [sum(states[stage] for stage in plan.held_by(rank)) for rank in range(plan.size)]
-
-
-def _check_snapshots(
-    settings: Settings,
-    plan: Plan,
-    found: Fit,
-    costs: list[Block],
-    memory: Sequence[int],
-    copies: Sequence[int],
-    needed: int,
-) -> None:
-    """Raises FailedPrecondition if snapshots do not fit in a rank's arena beside its state and its replicas.
-
-    The final snapshot needs one buffer; snapshots at epochs take turns with it in a second one. Any holder of a stage
-    may have to make its snapshot, if the first one is lost. ``needed``: bytes of a device that are enough.
-    """
-    buffers = 2 if settings.checkpoint_every and settings.epochs > settings.checkpoint_every else 1
-    cuts = [stage.blocks.start for stage in found.stages][1:] or None
-    # Activations count in ``found``, and are not in the arena.
-    light = [dataclasses.replace(one, activation_bytes=0) for one in costs]
-    gradients = gradient_memory_for(settings.balance, clipped=bool(settings.optimizer.clip))
-    arena = fit(found.strategy, plan, light, [None] * plan.size, cuts=cuts, gradient_buffers=gradients).bytes
-    snapshots = [buffers * one for one in _snapshot_bytes(plan, found, costs)]
-    for rank, parts in enumerate(zip(arena, copies, snapshots, strict=True)):
-        if sum(parts) > memory[rank]:
-            count = "two snapshots" if buffers == 2 else "a snapshot"
-            state, free = format_size(parts[0] + parts[1]), format_size(memory[rank])
-            raise FailedPrecondition(
-                f"memory: rank {rank} needs {state} for its state and {format_size(parts[2])} for {count} of it, and "
-                f"has {free}. {enough_memory(needed)}"
-            )

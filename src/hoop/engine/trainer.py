@@ -98,13 +98,13 @@ class Trainer:
         should_stop: Callable[[], bool],
         resume: bytes | None = None,
         prefix: str = "",
-        joining: bool = False,
     ) -> None:
-        """Collective, unless ``joining``: all ranks of the job set up together.
+        """Collective, unless ``context.joining``: all ranks of the job set up together.
 
         ``should_stop``: the user wants the run to stop. ``resume``: a checkpoint's bytes. ``prefix``: of the names of
-        this job's buffers in the arena. ``joining``: the job runs already; call ``join`` instead of ``train``.
+        this job's buffers in the arena. If ``context.joining``, call ``join`` instead of ``train``.
         """
+        joining = context.joining
         if settings.sharded_update == "on":
             settings = settings.check().with_sharded_update()
         self._context, self._settings, self._emit, self._should_stop = context, settings, emit, should_stop

@@ -1,6 +1,6 @@
 """The checkpoints in a run's folder: written on a thread of its own, read with their checksums.
 
-    offer      ──▶ [ one waits ] ──▶ thread: checksum, write, sync, rename, sync the folder, remove the oldest
+    offer      ──▶ [ one waits ] ──▶ thread: write, sync, rename, sync the folder, remove the oldest
     new_events ◀── CheckpointWritten, Warned
 
 Training never waits for the disk. If the disk is slower than the steps, a newer snapshot replaces the one that waits,
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ class Snapshot:
     step: int
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """Those of the tensors that are known (``checkpoint.verified``); the thread computes the others."""
     before: Callable[[], None] = lambda: None
     """Called before writing: makes durable what the checkpoint refers to."""
 
@@ -200,7 +202,7 @@ class CheckpointWriter:
         path, started = self._folder / name_of(one.step), time.perf_counter()
         try:
             one.before()
-            parts = serialized_parts(one.tensors, one.metadata)
+            parts = serialized_parts(one.tensors, one.metadata, one.checksums)
             self._write(path, parts)
         except (HoopError, OSError) as error:  # training goes on without it
             newest = next((other.name for other in listed(self._folder)), "")

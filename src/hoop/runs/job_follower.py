@@ -28,10 +28,11 @@ from hoop.client.jobs import JobHandle
 from hoop.engine.custom.state import AVERAGE
 from hoop.engine.fault_tolerance.checkpoint import (
     CHECKSUM_KEY,
-    deserialize,
+    VerifiedCheckpoint,
     is_training_state,
     read_metadata,
     serialized_parts,
+    verified,
 )
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
@@ -147,7 +148,7 @@ class JobFollower:
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
         self._out, self._attached, self._coordinator_timeout = out, bool(attached), coordinator_timeout
-        self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], dict[str, Any]]]] = {}
+        self._parts: dict[tuple[int, int], list[VerifiedCheckpoint]] = {}
         """Snapshots by step and resharding, until all parts of a checkpoint are there."""
         self._accounts: dict[int, tuple[int, ev.Account]] = {}
         """By rank: its device, and what it did."""
@@ -295,24 +296,26 @@ class JobFollower:
         if len(parts) < event.parts:
             return
         self._parts = {key: others for key, others in self._parts.items() if key[0] > event.steps}
-        tensors = {name: one for found, _ in parts for name, one in found.items()}
-        metadata = parts[-1][1]
+        tensors = {name: one for part in parts for name, one in part.tensors.items()}
+        checksums = {name: one for part in parts for name, one in part.checksums.items()}
+        metadata = parts[-1].metadata
         digest = weights_digest(tensors)
         if self._recorder is not None and self._diverged is None:
-            self._recorder.checkpoint(tensors, metadata | {"weights_sha256": digest}, event.steps)
+            self._recorder.checkpoint(tensors, metadata | {"weights_sha256": digest}, event.steps, checksums)
         if event.final:
             kept = {name: one for name, one in tensors.items() if not is_training_state(name)}
             self.tensors = kept | {name: one for name, one in tensors.items() if name.startswith(AVERAGE)}
             self._weights_sha256 = digest
 
-    def _read_snapshot(self, observed: Observed, event: ev.SnapshotTaken) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _read_snapshot(self, observed: Observed, event: ev.SnapshotTaken) -> VerifiedCheckpoint:
+        """One rank's part, with the checksums that its device has computed."""
         where = f"the snapshot of rank {observed.rank} (device {observed.device})"
         if self._coordinator_timeout:
             self._cluster.wait_ready(self._coordinator_timeout)  # it knows the device's address
         data = bytearray(event.bytes)
         self._cluster.device(observed.device).read_into(event.buffer, memoryview(data))
-        found = deserialize(data, where)
-        if found[1][CHECKSUM_KEY] != event.sha256:
+        found = verified(data, where)
+        if found.metadata[CHECKSUM_KEY] != event.sha256:
             raise FailedPrecondition(f"{where} is a later one: it was overwritten before it was read")
         return found
 

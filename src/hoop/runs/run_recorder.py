@@ -91,7 +91,7 @@ class RunRecorder:
         """Those of ``_events`` that are in the events file."""
         self._started = False
         self._plan: ev.Started | None = None
-        self._pending: dict[int, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
+        self._pending: dict[int, Snapshot] = {}
         start = int(resumed["steps"]) if resumed is not None else 0
         make_folder(out, "out (--out)")
         for folder in (out, out / FOLDER):
@@ -226,18 +226,28 @@ class RunRecorder:
 
     # ---- checkpoints
 
-    def checkpoint(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
-        """Writes a checkpoint, with the ledger's hash of its step, as soon as the ledger has that step."""
+    def checkpoint(
+        self,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, Any],
+        step: int,
+        checksums: Mapping[str, str] | None = None,
+    ) -> None:
+        """Writes a checkpoint, with the ledger's hash of its step, as soon as the ledger has that step.
+
+        ``checksums``: of the tensors, by name, if they are known.
+        """
         settings = replace(self._settings, job=without_folder(self._settings.job))
-        self._pending[step] = (tensors, {**metadata, "settings": json.loads(settings.to_json())})
+        about = {**metadata, "settings": json.loads(settings.to_json())}
+        self._pending[step] = Snapshot(step, tensors, about, checksums or {}, self._ledger.sync)
         self._offer()
 
     def _offer(self, all_of_them: bool = False) -> None:
         for step in sorted(self._pending):
             named = self._ledger.hash_at(step)
             if named is not None or all_of_them:
-                tensors, about = self._pending.pop(step)
-                self._writer.offer(Snapshot(step, tensors, {**about, "ledger": named}, self._ledger.sync))
+                one = self._pending.pop(step)
+                self._writer.offer(replace(one, metadata={**one.metadata, "ledger": named}))
 
     def discard(self, step: int) -> None:
         """Drops pending checkpoints of this step and later ones."""

@@ -7,6 +7,9 @@
 
 Both proofs cover the HELLO, so they hold for this communicator, generation and rank only. The random bytes of both ends
 prevent replay. Without a key there is no handshake: the link starts with a plain HELLO.
+
+A lane starts with LANE in place of HELLO, and its greeting ends with a LANE frame from the accepting end, so that a
+lane that is never accepted carries nothing (``tcp_lanes``).
 """
 
 from __future__ import annotations
@@ -110,13 +113,21 @@ def greet(
 ) -> None:
     """The dialling end: sends the first frame of a connection, and authenticates both ends if there is a key.
 
-    Closes the socket on failure, and raises what ``authenticate`` raises.
+    For a lane it then waits until the other end has accepted it. Closes the socket on failure, and raises what
+    ``authenticate`` raises.
     """
     if key:
         authenticate(sock, hello, key, wakeup, deadline, stop)
-        return
     try:
-        sock.sendmsg([memoryview(hello.pack())])  # small enough that a new socket accepts it at once
+        if not key:
+            sock.sendmsg([memoryview(hello.pack())])  # small enough that a new socket accepts it at once
+        if hello.kind == FrameKind.LANE:
+            answer, _ = _read_answer(sock, wakeup, deadline, stop)
+            if answer.kind != FrameKind.LANE:
+                raise LinkCorrupted(f"it answered with a frame of kind {answer.kind}")
+    except LinkCorrupted as error:
+        sock.close()
+        raise PeerLost(f"it did not accept the lane: {error}") from None
     except BaseException:
         sock.close()
         raise
@@ -138,10 +149,7 @@ def authenticate(
     try:
         head, nonce = replace(hello, length=NONCE_BYTES).pack(), os.urandom(NONCE_BYTES)
         sock.send(head + nonce)  # (1): small enough that a new socket accepts it at once
-        answer = FrameHeader.unpack(read_exactly(sock, HEADER_BYTES, wakeup, deadline, stop))
-        payload = read_exactly(sock, min(answer.length, _MAX_ANSWER_BYTES), wakeup, deadline, stop)
-        if answer.kind in (FrameKind.REFUSAL, FrameKind.GOODBYE):
-            raise PeerLost(f"it refused the link: {payload.decode(errors='replace')}")
+        answer, payload = _read_answer(sock, wakeup, deadline, stop)
         peer_nonce, proof = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
         if answer.kind != FrameKind.CHALLENGE or not hmac.compare_digest(
             proof, _proof(key, b"dialled", head, nonce + peer_nonce)
@@ -154,6 +162,17 @@ def authenticate(
     except BaseException:
         sock.close()
         raise
+
+
+def _read_answer(
+    sock: socket.socket, wakeup: socket.socket, deadline: float, stop: Callable[[], bool]
+) -> tuple[FrameHeader, bytes]:
+    """The frame that answers the first one; raises PeerLost if it is a refusal, and what ``read_exactly`` raises."""
+    answer = FrameHeader.unpack(read_exactly(sock, HEADER_BYTES, wakeup, deadline, stop))
+    payload = read_exactly(sock, min(answer.length, _MAX_ANSWER_BYTES), wakeup, deadline, stop)
+    if answer.kind in (FrameKind.REFUSAL, FrameKind.GOODBYE):
+        raise PeerLost(f"it refused the link: {payload.decode(errors='replace')}")
+    return answer, payload
 
 
 def read_exactly(
@@ -174,7 +193,7 @@ def read_exactly(
         if sock.fileno() in ready:
             more = sock.recv(size - len(data))
             if not more:
-                raise PeerLost("it closed the connection before it had authenticated itself")
+                raise PeerLost("it closed the connection before it had answered")
             data += more
         elif not ready:
             raise TimeoutError

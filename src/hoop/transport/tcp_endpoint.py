@@ -108,6 +108,18 @@ def _data_header(size: int) -> FrameHeader:
     return FrameHeader(FrameKind.DATA, communicator=0, generation=0, source=0, sequence=0, length=size)
 
 
+@dataclass(frozen=True)
+class LinkOptions:
+    """How the links of a transport are made; the same for all its endpoints."""
+
+    checksum: Callable[[memoryview], int] | None = None
+    """Of a payload; None: frames carry no checksum and are not retransmitted."""
+    key: bytes = b""
+    """Both ends of a link prove that they have it; empty: no authentication."""
+    sockets_per_link: int | None = None
+    """Over how many sockets large messages are sent; None: as this host's cores allow."""
+
+
 class TcpEndpoint(Endpoint):
     """One rank's TCP links."""
 
@@ -117,20 +129,14 @@ class TcpEndpoint(Endpoint):
         generation: int,
         rank: int,
         peers: Sequence[Address],
-        *,
-        checksum: Callable[[memoryview], int] | None,
-        key: bytes,
-        sockets_per_link: int | None,
+        options: LinkOptions,
         on_damage: Callable[[str], None],
         on_close: Callable[[TcpEndpoint], None],
     ) -> None:
-        """``checksum``: of a payload; None: frames carry no checksum and are not retransmitted. ``key``: both ends of a
-        link prove that they have it; empty: no authentication. ``sockets_per_link``: over how many sockets large
-        messages are sent; None: as this host's cores allow. ``on_damage``: called with a text for every damaged frame.
-        ``on_close``: called by ``close`` before it closes the links."""
+        """``on_damage``: called with a text for every damaged frame. ``on_close``: called by ``close`` before it closes
+        the links."""
         super().__init__(communicator, generation, rank, peers)
-        self._checksum = checksum
-        self._key = key
+        self._checksum, self._key = options.checksum, options.key
         self._on_damage = on_damage
         self._on_close = on_close
         self._outgoing: dict[int, OutgoingLink] = {}
@@ -157,14 +163,14 @@ class TcpEndpoint(Endpoint):
         self._wakeup_writer.setblocking(False)
         same_host = [address for address in self.peers if address.host == self.peers[rank].host]
         self._spins = _SPINS if spins_before_yield(len(same_host)) else 0
-        sockets = 1 if checksum else sockets_per_link or default_sockets(len(same_host))
+        sockets = 1 if options.checksum else options.sockets_per_link or default_sockets(len(same_host))
         identity = FrameHeader(FrameKind.STRIPED, communicator, generation, rank, sequence=0, length=0)
         self._lanes = Lanes(sockets, identity, self._connect_lane, self._lost_by_lane, on_change=self._interrupt_poll)
         # With one socket there is no lane to pause, and a plain lock takes less time.
         self._call = EndpointCall(self._busy, self._lanes) if sockets > 1 else self._busy
         self.link_stats = LinkStats(self._byte_counts)
         self.call_check = CallCheck(
-            communicator, generation, rank, peers=self.peers, key=key, wakeup=self._wakeup, abort=self.abort
+            communicator, generation, rank, peers=self.peers, key=options.key, wakeup=self._wakeup, abort=self.abort
         )
 
     def _byte_counts(self, peer: int) -> tuple[int, int]:
@@ -266,7 +272,7 @@ class TcpEndpoint(Endpoint):
         raise self._error
 
     def _connect(self, peer: int, hello: FrameHeader, deadline: float) -> socket.socket:
-        """A connection to a peer's listener, with its greeting sent."""
+        """A connection to a peer's listener, after its greeting."""
         self.link_stats.waiting_for, self.link_stats.connecting = (peer,), True
         try:
             sock = connect(self.peers[peer], self._wakeup, deadline, lambda: self._error is not None)

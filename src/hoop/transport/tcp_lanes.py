@@ -7,12 +7,13 @@
 
 One socket is driven by one core at each end, so several are faster where cores are idle (benchmarks/tcp). The sender
 decides: the header of a message says over how many lanes it comes, and a small message comes over the link's socket
-alone. The sender dials the lanes, and sends their greetings, before it sends the header, so they arrive; a lane is
+alone. The sender dials the lanes, and the receiver's listener has accepted each, before the header is sent; a lane is
 authenticated like a link. Messages stay in order, because the receiver completes one before it reads the next header.
 
-A stripe has a header of its own, which must be the one that the message implies. If a lane cannot be dialled, the link
-uses those that were dialled before it, or its own socket alone. A lane that fails later is an error of its link. With
-checksums no lanes are used: damaged frames are sent again on a new connection (``tcp_endpoint``).
+A stripe has a header of its own, which must be the one that the message implies. If a lane is not accepted within
+``_DIAL_TIMEOUT_S``, the link uses those before it, or its own socket alone: a firewall may let the first packets of a
+connection pass and drop the others. A lane that fails later is an error of its link. With checksums no lanes are used:
+damaged frames are sent again on a new connection (``tcp_endpoint``).
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ _MIN_CORES_PER_RANK = 4
 _MAX_STRIPED_LINKS = 8
 """Links of one endpoint that get lanes, each with threads of its own; others have one socket."""
 _DIAL_TIMEOUT_S = 5.0
-"""How long the first large message waits for a lane to be dialled, before the link goes on without it."""
+"""How long the first large message waits for its link's lanes, before the link goes on with those that it has."""
 _ACCEPT_TIMEOUT_S = 10.0
-"""How long a message waits for a lane to be accepted, whose greeting was sent before the message."""
+"""How long a message waits for a lane that its header names. Its sender has had the answer that the lane was accepted,
+so only a peer that does not keep to this gets here."""
 
 
 def sockets_of_environment() -> int | None:
@@ -107,8 +109,8 @@ class Lanes:
         on_change: Callable[[], None],
     ) -> None:
         """``sockets``: how many each link may use to send. ``identity``: the header of a STRIPED message of this rank,
-        without the fields that differ. ``connect``: dials a peer and sends a greeting. ``lost``: makes the error for a
-        link that failed. ``on_change``: interrupts the wait of the rank's thread."""
+        without the fields that differ. ``connect``: dials a peer and returns once it has accepted the lane. ``lost``:
+        makes the error for a link that failed. ``on_change``: interrupts the wait of the rank's thread."""
         self._sockets, self._identity = sockets, identity
         self._connect, self._lost, self._on_change = connect, lost, on_change
         self._lock = threading.Lock()
@@ -118,7 +120,7 @@ class Lanes:
         self._incoming: dict[int, dict[int, IncomingLane]] = {}
         """The lanes that a peer dialled, by peer and number."""
         self._dialled: set[int] = set()
-        """Peers to which all lanes were dialled that can be. Some may have none."""
+        """Peers to which lanes were dialled. None of them may have been accepted."""
         self._paused = self._stopped = False
         self._sent = False
         """Whether a stripe was sent since ``take_sent``."""
@@ -157,14 +159,15 @@ class Lanes:
         return StripedMessage(PendingBuffers([memoryview(header.pack()), first]), stripes)
 
     def _dial_all(self, peer: int, deadline: float) -> None:
-        """Dials the lanes to ``peer``, up to the first that cannot be dialled: the link uses those before it."""
+        """Dials the lanes to ``peer``, up to the first that is not accepted: the link uses those before it."""
+        deadline = min(deadline, time.monotonic() + _DIAL_TIMEOUT_S)
         for number in range(1, self._sockets):
             try:
-                self._dial(peer, number, min(deadline, time.monotonic() + _DIAL_TIMEOUT_S))
+                self._dial(peer, number, deadline)
             except (PeerLost, DeadlineExceeded) as error:
                 if self._stopped:
                     raise
-                text = "%s. The link uses %d of %d sockets: lane %d cannot be dialled"
+                text = "%s. The link uses %d of %d sockets: lane %d was not accepted"
                 log.warning(text, error, number, self._sockets, number)
                 break
         self._dialled.add(peer)

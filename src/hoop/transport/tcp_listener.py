@@ -3,8 +3,9 @@
 A new connection sends a HELLO that names the dialling rank, the communicator and the generation. The listener's thread
 attaches it to that endpoint. The endpoint may not exist yet, because a peer's launch came first: then the connection
 waits in the list of pending connections. A connection that becomes a lane of a link (``tcp_lanes``) sends LANE instead,
-and is handled in the same way. The listener refuses a superseded generation with a text. The number of
-pending connections and the time to send a HELLO are limited, so that no client can exhaust this process.
+and is handled in the same way; the listener answers with LANE once it is attached or pending. The listener refuses a
+superseded generation with a text. The number of pending connections and the time to send a HELLO are limited, so that
+no client can exhaust this process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crc32c import crc32c
 
@@ -26,7 +27,7 @@ from hoop.transport.accepting import AcceptingSocket, OutOfDescriptors, pending_
 from hoop.transport.auth_handshake import Greeting
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.tcp_call_check import MismatchFrame, no_collective_answer
-from hoop.transport.tcp_endpoint import REPLY_POLL_S, TcpEndpoint
+from hoop.transport.tcp_endpoint import REPLY_POLL_S, LinkOptions, TcpEndpoint
 from hoop.transport.tcp_lanes import sockets_of_environment
 from hoop.transport.tcp_link import HELLO_DAMAGED, closing_frame
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
@@ -84,9 +85,7 @@ class TcpTransport(Transport):
     def __init__(self, address: Address, checksums: bool = False, key: bytes = b"") -> None:
         """``checksums``: every frame carries a CRC-32C, and damaged frames are sent again (``tcp_endpoint``).
         ``key``: both ends of a link prove that they have it; empty: no authentication."""
-        self._sockets_per_link = sockets_of_environment()
-        self.key = key
-        self.checksum: Callable[[memoryview], int] | None = crc32c if checksums else None
+        self.options = LinkOptions(crc32c if checksums else None, key, sockets_of_environment())
         self.on_damage: Callable[[str], None] = lambda _: None
         """Called with a text for every frame that arrived damaged."""
         try:
@@ -133,9 +132,7 @@ class TcpTransport(Transport):
                 generation,
                 rank,
                 peers,
-                checksum=self.checksum,
-                key=self.key,
-                sockets_per_link=self._sockets_per_link,
+                self.options,
                 on_damage=lambda text: self.on_damage(text),
                 on_close=self._forget,
             )
@@ -147,7 +144,7 @@ class TcpTransport(Transport):
             early_report = self._early_reports.pop(key, None)
         if early_report is not None and early_report.header is not None:
             endpoint.call_check.receive_report(early_report.header.call, early_report.text)
-        if self.checksum:  # makes the listener's thread start to read acknowledgements
+        if self.options.checksum:  # makes the listener's thread start to read acknowledgements
             self._wakeup_writer.send(b"!")
         for connection in waiting:
             self._attach(connection)
@@ -190,13 +187,13 @@ class TcpTransport(Transport):
                 ):
                     greeting.remove(key.data)
             self._refuse_expired(greeting)
-            for endpoint in list(self._endpoints.values()) if self.checksum else ():
+            for endpoint in list(self._endpoints.values()) if self.options.checksum else ():
                 endpoint.handle_replies_in_background()
         for connection in greeting:
             connection.sock.close()
 
     def _select_timeout(self, any_greeting: bool) -> float | None:
-        if self.checksum and self._endpoints:
+        if self.options.checksum and self._endpoints:
             return REPLY_POLL_S
         return 1.0 if any_greeting or self._pending else None
 
@@ -215,7 +212,7 @@ class TcpTransport(Transport):
         if len(greeting) >= self._max_greeting:
             self._drop_oldest(greeting)
         sock.setblocking(False)
-        connection = _PendingConnection(sock, time.monotonic() + HELLO_TIMEOUT_S, Greeting(self.key))
+        connection = _PendingConnection(sock, time.monotonic() + HELLO_TIMEOUT_S, Greeting(self.options.key))
         greeting.append(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -302,6 +299,9 @@ class TcpTransport(Transport):
             self._refuse(connection, refusal, FrameKind.GOODBYE if closed else FrameKind.REFUSAL)
         elif known:
             self._attach(connection)
+        if hello.kind == FrameKind.LANE:  # if it was refused, its socket is closed
+            with contextlib.suppress(OSError):
+                connection.sock.send(replace(hello, source=hello.sequence, sequence=hello.source, length=0).pack())
 
     def _attach(self, connection: _PendingConnection) -> None:
         hello = connection.hello

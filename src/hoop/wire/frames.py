@@ -57,7 +57,8 @@ class FrameKind(IntEnum):
     connection, like HELLO: the sender has detected a mismatch; a frame of the same kind follows with the payload, and
     one comes back. On a link: sent instead of GOODBYE by an endpoint that closes because of a mismatch."""
     LANE = 13
-    """Like HELLO, on a connection that becomes lane ``lane`` of the link between the same two ranks."""
+    """Like HELLO, on a connection that becomes lane ``lane`` of the link between the same two ranks. From the dialled
+    end, with the two ranks exchanged: it has accepted the lane."""
     STRIPED = 14
     """Like DATA, but only the first part of the payload follows on the link, the others on its lanes 1 to ``lane``;
     ``length`` is that of the whole message."""

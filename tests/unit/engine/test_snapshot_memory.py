@@ -10,8 +10,8 @@ import torch
 from hoop.engine.fault_tolerance import checkpoint
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
 from hoop.engine.gradient_slots import gradient_memory_for
+from hoop.engine.partitioning import check_snapshots
 from hoop.engine.settings import Settings
-from hoop.engine.setup import _check_snapshots
 from hoop.errors import FailedPrecondition
 from hoop.job_events import JobEvent, SnapshotTaken
 from hoop.memory import Arena
@@ -36,7 +36,7 @@ def test_snapshots_must_fit_beside_the_state(epochs: int, checkpoint_every: int,
     state = found.bytes[0] - 100 * MIB  # activations are not in the arena
 
     def check(memory: int) -> None:
-        _check_snapshots(settings, plan, found, BLOCKS, [memory], [0], needed=64 * MIB)
+        check_snapshots(settings, plan, found, BLOCKS, [memory], [0], needed=64 * MIB)
 
     check(state + buffers * SNAPSHOT)
     with pytest.raises(FailedPrecondition) as refused:

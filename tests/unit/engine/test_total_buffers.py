@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from hoop.engine.settings import Settings
-from hoop.engine.stage.state import NUM_TOTAL_BUFFERS, StageState, StateVectors
+from hoop.engine.stage.state import NUM_TOTAL_BUFFERS, StageSpec, StageState, StateVectors
 from hoop.errors import OutOfMemory
 from hoop.memory import Arena
 
@@ -27,7 +27,7 @@ def addresses(stage: StageState, rotations: int) -> list[int]:
 
 
 def make_stage(arena: Arena) -> StageState:
-    return StageState(StateVectors(arena, "job1."), [nn.Linear(4, 4)], 0, Settings(), "stage0.")
+    return StageState(StateVectors(arena, "job1."), StageSpec([nn.Linear(4, 4)], 0, "stage0."), Settings())
 
 
 def fill(arena: Arena, stage: StageState, totals: int) -> None:

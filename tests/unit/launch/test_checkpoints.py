@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import resource
@@ -23,6 +25,7 @@ from hoop.engine.fault_tolerance.checkpoint import (
     read_metadata,
     serialize,
     serialized_parts,
+    verified,
 )
 from hoop.errors import FailedPrecondition
 from hoop.files import atomic_write, remove_partial_files, write_bytes, write_parts
@@ -75,6 +78,38 @@ def test_every_flipped_bit_and_missing_byte_is_detected_and_the_file_named() -> 
             deserialize(SERIALIZED[:length], "here/x")
 
 
+def test_a_byte_that_is_damaged_between_the_device_and_the_disk_is_noticed_and_named() -> None:
+    """The file has the device's checksums: hashed again, a byte that was damaged meanwhile would count as correct."""
+    found = verified(bytearray(SERIALIZED), "the snapshot of rank 1")
+    assert set(found.checksums) == set(TENSORS)
+    assert b"".join(serialized_parts(found.tensors, found.metadata, found.checksums)) == SERIALIZED
+    found.tensors["0.weight"][1, 2] += 1
+    written = b"".join(serialized_parts(found.tensors, found.metadata, found.checksums))
+    with pytest.raises(FailedPrecondition, match=r"here/x: damaged .* the checksum of 0\.weight is "):
+        deserialize(written, "here/x")
+
+
+def test_bytes_behind_the_last_tensor_are_refused() -> None:
+    with pytest.raises(FailedPrecondition, match=r"here/x: damaged: .* are not those of its tensors"):
+        deserialize(SERIALIZED + b"\0", "here/x")
+
+
+def test_a_file_of_an_earlier_version_is_read() -> None:
+    """It has one checksum, over all bytes."""
+    import safetensors.torch
+
+    metadata = {"sha256": "0" * 64, "steps": 7}
+    data = safetensors.torch.save(TENSORS, {"hoop": json.dumps(metadata)})
+    checksum = hashlib.sha256(data).hexdigest()
+    data = data.replace(b"0" * 64, checksum.encode(), 1)
+    tensors, found = deserialize(bytearray(data))
+    assert found == metadata | {"sha256": checksum}
+    assert all(torch.equal(tensors[name], one) for name, one in TENSORS.items())
+    for at in range(8, len(data), 7):
+        with pytest.raises(FailedPrecondition, match=r"^here/x: "):
+            deserialize(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "here/x")
+
+
 def test_a_file_without_a_checksum_is_refused() -> None:
     import safetensors.torch
 
@@ -117,7 +152,7 @@ def test_the_previous_checkpoint_is_used_and_damaged_ones_are_set_aside(tmp_path
     found = newest_checkpoint(tmp_path)
     assert found.path == tmp_path / name_of(7)
     flipped, renamed = found.warnings
-    assert flipped.startswith(f"{newest}: damaged or tampered with: its checksum is ")
+    assert flipped.startswith(f"{newest}: damaged or tampered with: the checksum of w is ")
     assert "it is of step 14, not of the step that its name says" in renamed
     assert all(one.endswith("step-00000007.safetensors is used instead") for one in found.warnings)
     set_aside(tmp_path, 7)

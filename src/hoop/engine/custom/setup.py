@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from hoop.collectives.rank_context import RankContext
 from hoop.data.dataset import Splits
 from hoop.data.structured import structured
 from hoop.engine.custom.feed import StructuredFeed
@@ -17,13 +16,11 @@ from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.custom.objects import StateTemplate, TrainedObjects, TrainingObjects
 from hoop.engine.custom.own_loop import OwnLoopJob
 from hoop.engine.custom.state import CustomState
-from hoop.engine.executor import PlanExecutor
+from hoop.engine.executor import CustomParts, PartitionedModel, PlanExecutor, RankRuntime
 from hoop.engine.job import Job
 from hoop.engine.roles.custom import CustomRole, OwnLoopRole
 from hoop.engine.settings import Settings
-from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CPU
-from hoop.engine.stage.state import StateVectors
 from hoop.engine.step_schedule import StepSchedule
 from hoop.engine.update_choice import check_can_shard
 from hoop.errors import InvalidArgument
@@ -67,18 +64,15 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def prepare_parts(
-    context: RankContext,
-    settings: Settings,
+    runtime: RankRuntime,
     job: Job,
     data: Splits,
-    vectors: StateVectors,
     model: nn.Module,
     plan: Plan,
-    accelerator: Accelerator | None,
     check_memory: Callable[[list[Block]], object],
 ) -> tuple[PlanExecutor, CustomRole, list[Block]]:
     """Makes this rank's objects, state, executor and role. ``check_memory`` raises if the state does not fit."""
-    loss = job.loss
+    loss, settings, accelerator = job.loss, runtime.settings, runtime.accelerator
     assert isinstance(loss, CustomLoss), "with_criterion has found out how the loss is called"
     own_loop = job.objects if isinstance(job, OwnLoopJob) else None
     device = accelerator.device if accelerator is not None and accelerator.cuda else CPU
@@ -93,12 +87,11 @@ def prepare_parts(
     check_memory(costs)
     train = structured(data.train)
     feed = StructuredFeed(train, settings.seed, settings.timeout_s, settings.job)
-    make_state = partial(CustomState, vectors, objects, loss, settings, template, device)
+    state = CustomState(runtime.vectors, objects, loss, settings, template, device)
+    without = replace(runtime, accelerator=None)  # the objects compute on it themselves
     executor = PlanExecutor(
-        context, settings, [model], [0], plan, data.train, loss, vectors, feed=feed, make_state=make_state
+        without, PartitionedModel([model], [0]), plan, data.train, loss, custom=CustomParts(feed, state)
     )
-    state = executor.stage_states[0]
-    assert isinstance(state, CustomState)
     if isinstance(job, OwnLoopJob) and job.exchange is not None:
         return executor, OwnLoopRole(executor, state, feed, schedule, job.exchange), costs
     return executor, CustomRole(executor, state, feed, schedule), costs

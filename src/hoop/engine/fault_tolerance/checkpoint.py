@@ -2,10 +2,20 @@
 
     0.1.weight                     the model's own names
     optimizer.moment0.0.1.weight   optimizer state, under the name of its parameter
-    metadata                       position in the data, settings; a sha256 over every byte of the file
+    metadata                       position in the data, settings; a sha256 of each tensor; a sha256 of the header
 
 Names and shapes are those of the model, not of the devices, so another number of devices or another strategy can
-resume from a checkpoint. safetensors does not detect a flipped bit; ``deserialize`` rejects a wrong checksum.
+resume from a checkpoint. safetensors does not detect a flipped bit; ``deserialize`` rejects a wrong checksum. The
+header has the checksums of the tensors, so the checksum of the header covers every byte. Each byte is hashed twice on
+its way to a file:
+
+    device   hashes the snapshot in its arena                      (``copy_into``)
+    client   verifies what it has read: the arena, the wire        (``verified``)
+    writer   writes the device's checksums into the file           (``serialized_parts``)
+
+A byte that is damaged later, in the client's memory or on the disk, does not match the device's checksum when the file
+is read. The weights alone are hashed once more, for the run's ``weights_sha256``. A file of an earlier version has one
+sha256 over all bytes.
 
 ``SnapshotPublisher`` writes one rank's part of a checkpoint into the arena, where the client reads it while training
 continues. ``runs/checkpoint_store.py`` joins the parts to a file.
@@ -21,6 +31,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,9 +50,11 @@ MOMENT = "optimizer.moment"
 CUSTOM = "hoop."
 """Begins the names of optimizer state, averaged weights and texts of custom training (``custom/state.py``)."""
 CHECKSUM_KEY = "sha256"
-"""Key of the checksum, in a file's metadata and in ``snapshot`` events."""
+"""Key of the header's checksum, in a file's metadata and in ``snapshot`` events."""
+_TENSORS_KEY = "tensors_sha256"
+"""Key of the tensors' checksums, one after the other, in the order of their bytes."""
 _BLANK_CHECKSUM = "0" * 64
-"""Stands for the checksum while the checksum is computed."""
+"""Stands for a checksum until it is computed."""
 
 
 def is_training_state(name: str) -> bool:
@@ -121,12 +134,13 @@ _DTYPES = {
 
 
 def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """The bytes of a safetensors file. Its checksum covers all bytes, with zeros in place of the checksum itself."""
-    data = safetensors.torch.save(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, {_METADATA_KEY: _with_blank_checksum(metadata)}
-    )
-    at = data.index(_BLANK_CHECKSUM.encode())
-    return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_BLANK_CHECKSUM) :]))
+    """The bytes of a safetensors file, with its checksums."""
+    blank = {_METADATA_KEY: _with_blank_checksums(metadata, len(tensors))}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    data = bytearray(safetensors.torch.save(contiguous, blank))
+    header = _Header.parse(data, "checkpoint")
+    header.fill_in(memoryview(data), [_sha256(data, *span) for span in header.spans.values()])
+    return bytes(data)
 
 
 def _has_rare_dtype(tensors: Mapping[str, Tensor]) -> bool:
@@ -134,20 +148,22 @@ def _has_rare_dtype(tensors: Mapping[str, Tensor]) -> bool:
     return any(tensor.dtype not in _DTYPES for tensor in tensors.values())
 
 
-def serialized_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> list[bytes | memoryview]:
+def serialized_parts(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], checksums: Mapping[str, str] | None = None
+) -> list[bytes | memoryview]:
     """The bytes of ``serialize``, to be written one part after the other: the header, then each tensor's own memory.
 
-    A tensor is not copied: it must not change until its part is written.
+    A tensor is not copied: it must not change until its part is written. ``checksums``: what ``verified`` has returned
+    for these tensors, which are not hashed again.
     """
     if _has_rare_dtype(tensors):
         return [serialize(tensors, metadata)]
+    known = checksums or {}
     text, order = _header_text(tensors, metadata)
     parts = [_bytes_of(tensors[name]) for name in order]
-    at = text.index(_BLANK_CHECKSUM.encode())
-    digest = hashlib.sha256(text)
-    for part in parts:
-        digest.update(part)
-    return [text[:at] + digest.hexdigest().encode() + text[at + len(_BLANK_CHECKSUM) :], *parts]
+    found = [known.get(name) or _sha256(part) for name, part in zip(order, parts, strict=True)]
+    _Header.parse(text, "checkpoint", with_tensors=False).fill_in(memoryview(text), found)
+    return [bytes(text), *parts]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -155,11 +171,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _header_text(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytes, list[str]]:
-    """The beginning of a file, with a blank checksum, and the names of the tensors in the order of their bytes."""
+def _header_text(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> tuple[bytearray, list[str]]:
+    """The beginning of a file, with blank checksums, and the names of the tensors in the order of their bytes."""
     # In the library's order: the largest elements first, so that all are aligned.
     order = sorted(tensors, key=lambda name: (list(_DTYPES).index(tensors[name].dtype), name))
-    header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: _with_blank_checksum(metadata)}}
+    header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: _with_blank_checksums(metadata, len(order))}}
     end = 0
     for name in order:
         begin, end = end, end + tensors[name].nbytes
@@ -167,7 +183,7 @@ def _header_text(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> 
         header[name] = {"dtype": _DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, order
+    return bytearray(len(text).to_bytes(8, "little") + text), order
 
 
 def copy_into(
@@ -176,12 +192,12 @@ def copy_into(
     """Copies each tensor once, to its place in a file in memory that ``allocate(size)`` returns.
 
     Then the tensors may change. Another thread may call the result, which completes the bytes of ``serialize`` with
-    their checksum, and returns that and their size. Until then the file has a wrong checksum.
+    their checksums, and returns that of the header and their size. Until then the file has wrong checksums.
     """
     if _has_rare_dtype(tensors):
         data = serialize(tensors, metadata)
         allocate(len(data))[:] = data
-        found = str(_header(data, "checkpoint")[0][CHECKSUM_KEY]), len(data)
+        found = _Header.parse(data, "checkpoint").checksum, len(data)
         return lambda: found
     text, order = _header_text(tensors, metadata)
     end = len(text)
@@ -194,19 +210,18 @@ def copy_into(
         begin, end = end, end + tensor.nbytes
         if end > begin:
             content[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    at = text.index(_BLANK_CHECKSUM.encode())
+    header = _Header.parse(text, "checkpoint", with_tensors=False)
 
     def complete() -> tuple[str, int]:
-        checksum = _checksum(memory, at)
-        memory[at : at + len(checksum)] = checksum.encode()
-        return checksum, size
+        return header.fill_in(memory, [_sha256(memory, *span) for span in header.spans.values()]), size
 
     return complete
 
 
-def _with_blank_checksum(metadata: Mapping[str, Any]) -> str:
-    """The metadata as JSON. The checksum comes first, so that the first run of zeros in the file is its place."""
-    return json.dumps({CHECKSUM_KEY: "", **metadata} | {CHECKSUM_KEY: _BLANK_CHECKSUM})
+def _with_blank_checksums(metadata: Mapping[str, Any], tensors: int) -> str:
+    """The metadata as JSON. The checksums come first, so that the first runs of zeros in the file are their places."""
+    blank = {CHECKSUM_KEY: _BLANK_CHECKSUM, _TENSORS_KEY: _BLANK_CHECKSUM * tensors}
+    return json.dumps(blank | dict(metadata) | blank)
 
 
 def deserialize(data: bytes | bytearray, where: Path | str = "checkpoint") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -215,28 +230,39 @@ def deserialize(data: bytes | bytearray, where: Path | str = "checkpoint") -> tu
     The tensors of a ``bytearray`` are views of it, those of ``bytes`` copies.
     Raises ``FailedPrecondition``, which names ``where``, for a truncated or damaged file.
     """
-    metadata, end = _header(data, where)
-    expected = metadata[CHECKSUM_KEY]
-    found = _checksum(data, data.find(expected.encode(), 8, end))
-    if found != expected:
-        raise FailedPrecondition(
-            f"{where}: damaged or tampered with: its checksum is {expected[:16]}…, "
-            f"its {len(data)} bytes make {found[:16]}…"
-        )
-    metadata.pop(_PADDING_KEY, None)
+    found = verified(data, where)
+    return found.tensors, found.metadata
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """What a file's bytes hold, or those of a snapshot, after all of them were compared with their checksums."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any]
+    checksums: dict[str, str]
+    """Of the tensors, by name; empty for a file of an earlier version."""
+
+
+def verified(data: bytes | bytearray, where: Path | str = "checkpoint") -> VerifiedCheckpoint:
+    """As ``deserialize``, with the checksums of the tensors, for ``serialized_parts``."""
+    header = _Header.parse(data, where)
+    checksums = header.verify(data, where)
+    metadata = header.public_metadata()
     try:
-        views = _views(data, end) if isinstance(data, bytearray) else None
-        return safetensors.torch.load(bytes(data)) if views is None else views, metadata
+        views = _views(data, header.end) if isinstance(data, bytearray) else None
+        tensors = safetensors.torch.load(bytes(data)) if views is None else views
+        return VerifiedCheckpoint(tensors, metadata, checksums)
     except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
         raise FailedPrecondition(f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}") from None
 
 
 def read_metadata(data: bytes | bytearray, where: Path | str = "checkpoint") -> dict[str, Any]:
-    """The metadata of a file's bytes, without its checksum being computed: for bytes that another reader verifies.
+    """The metadata of a file's bytes, without its checksums being computed: for bytes that another reader verifies.
 
     Raises ``FailedPrecondition``, which names ``where``, for a truncated file.
     """
-    return _header(data, where)[0]
+    return _Header.parse(data, where).public_metadata()
 
 
 def _views(data: bytearray, end: int) -> dict[str, Tensor] | None:
@@ -262,29 +288,94 @@ def _views(data: bytearray, end: int) -> dict[str, Tensor] | None:
     return found
 
 
-def _header(data: bytes | bytearray, where: Path | str) -> tuple[dict[str, Any], int]:
-    """Returns the metadata and the offset of the header's end; raises for a truncated file."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < 8 or len(data) < end:
-        raise FailedPrecondition(f"{where}: torn: it ends after {len(data)} bytes, within its header")
-    try:
-        header = json.loads(data[8:end])
-        metadata = json.loads(header.pop("__metadata__")[_METADATA_KEY])
-        whole = end + max((one["data_offsets"][1] for one in header.values()), default=0)
-        torn = len(data) < whole
-        if not isinstance(metadata, dict) or len(metadata[CHECKSUM_KEY].encode()) != len(_BLANK_CHECKSUM):
-            raise ValueError("no checksum")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise FailedPrecondition(
-            f"{where}: damaged, or not a checkpoint of Hoop's: {len(data)} bytes, {error!r}"
-        ) from None
-    if torn:
-        raise FailedPrecondition(f"{where}: torn: {len(data)} of {whole} bytes are there")
-    return metadata, end
+@dataclass(frozen=True)
+class _Header:
+    """The header of a file."""
+
+    end: int
+    """Offset of its end."""
+    metadata: dict[str, Any]
+    spans: dict[str, tuple[int, int]]
+    """The bytes of each tensor in the file, in the order of the checksums."""
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray, where: Path | str, with_tensors: bool = True) -> _Header:
+        """Raises FailedPrecondition for a truncated file. ``with_tensors``: the data is the whole file."""
+        end = 8 + int.from_bytes(data[:8], "little")
+        if len(data) < 8 or len(data) < end:
+            raise FailedPrecondition(f"{where}: torn: it ends after {len(data)} bytes, within its header")
+        try:
+            header = json.loads(data[8:end])
+            metadata = json.loads(header.pop("__metadata__")[_METADATA_KEY])
+            offsets = {
+                name: (end + one["data_offsets"][0], end + one["data_offsets"][1]) for name, one in header.items()
+            }
+            spans = dict(sorted(offsets.items(), key=lambda item: item[1]))
+            size = max((stop for _, stop in spans.values()), default=end)
+            torn = with_tensors and len(data) < size
+            if not isinstance(metadata, dict) or len(metadata[CHECKSUM_KEY].encode()) != len(_BLANK_CHECKSUM):
+                raise ValueError("no checksum")
+            if _TENSORS_KEY in metadata and len(metadata[_TENSORS_KEY]) != len(_BLANK_CHECKSUM) * len(spans):
+                raise ValueError("no checksum for each tensor")
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise FailedPrecondition(
+                f"{where}: damaged, or not a checkpoint of Hoop's: {len(data)} bytes, {error!r}"
+            ) from None
+        if torn:
+            raise FailedPrecondition(f"{where}: torn: {len(data)} of {size} bytes are there")
+        return cls(end, metadata, spans)
+
+    @property
+    def checksum(self) -> str:
+        return str(self.metadata[CHECKSUM_KEY])
+
+    def public_metadata(self) -> dict[str, Any]:
+        """The metadata without what this format adds, but with the header's checksum."""
+        return {name: value for name, value in self.metadata.items() if name not in (_TENSORS_KEY, _PADDING_KEY)}
+
+    def fill_in(self, memory: memoryview, checksums: Sequence[str]) -> str:
+        """Write the tensors' checksums into the header, whose checksums are blank, then its own, which is returned."""
+        text = bytes(memory[: self.end])
+        at = text.index(_BLANK_CHECKSUM.encode())
+        blank = (_BLANK_CHECKSUM * len(checksums)).encode()
+        start = text.index(blank, at + len(_BLANK_CHECKSUM))
+        memory[start : start + len(blank)] = "".join(checksums).encode()
+        found = _checksum(memory[: self.end], at)
+        memory[at : at + len(found)] = found.encode()
+        return found
+
+    def verify(self, data: bytes | bytearray, where: Path | str) -> dict[str, str]:
+        """The checksums of the tensors by name; raises FailedPrecondition if a byte of the file is not covered."""
+        at = data.find(self.checksum.encode(), 8, self.end)
+        if _TENSORS_KEY not in self.metadata:  # a file of an earlier version
+            self._compare(where, f"its {len(data)} bytes", self.checksum, _checksum(data, at))
+            return {}
+        self._compare(
+            where, f"its header of {self.end} bytes", self.checksum, _checksum(memoryview(data)[: self.end], at)
+        )
+        ends = [self.end, *(stop for _, stop in self.spans.values())]
+        if [start for start, _ in self.spans.values()] + [len(data)] != ends:
+            raise FailedPrecondition(f"{where}: damaged: its {len(data)} bytes are not those of its tensors")
+        size, text = len(_BLANK_CHECKSUM), self.metadata[_TENSORS_KEY]
+        found = {name: text[index * size : (index + 1) * size] for index, name in enumerate(self.spans)}
+        for name, span in self.spans.items():
+            self._compare(where, name, found[name], _sha256(data, *span))
+        return found
+
+    @staticmethod
+    def _compare(where: Path | str, what: str, expected: str, found: str) -> None:
+        if found != expected:
+            raise FailedPrecondition(
+                f"{where}: damaged or tampered with: the checksum of {what} is {found[:16]}…, not {expected[:16]}…"
+            )
+
+
+def _sha256(data: bytes | bytearray | memoryview, start: int = 0, stop: int | None = None) -> str:
+    return hashlib.sha256(memoryview(data)[start:stop]).hexdigest()
 
 
 def _checksum(data: bytes | bytearray | memoryview, at: int) -> str:
-    """sha256 of all bytes, with zeros for the 64 characters at ``at``."""
+    """sha256 of these bytes, with zeros for the 64 characters at ``at``."""
     view = memoryview(data)
     digest = hashlib.sha256(view[:at])
     digest.update(_BLANK_CHECKSUM.encode())

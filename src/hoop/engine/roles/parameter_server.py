@@ -34,14 +34,13 @@ from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole
-from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
-from hoop.engine.roles.server_shard import GpuServerShard, PeerServerShard, ServerShard
+from hoop.engine.roles.rule_executor import RuleExecutor
+from hoop.engine.roles.server_shard import GpuServerShard, PeerServerShard, ServerShard, ServerShardSpec
 from hoop.engine.stage.gpu import GpuStageState
 from hoop.engine.stage.gradient_reduction import clip_scale
 from hoop.engine.stage.state import LOSS, TAIL, StateLayout, StateVectors, squared_norms
 from hoop.engine.stage.weight_slices import (
     ParameterPiece,
-    WeightSlice,
     collect_moments,
     parameter_pieces,
     weight_slices,
@@ -108,16 +107,7 @@ class ServerClientRole(RankRole):
                 executor.step(work.position, work.samples)
             return []
         self._works, self._step, self._slices_received = works, -1, 0
-        expected = expected_messages(executor.plan, executor.rank, len(works))
-        RuleExecutor(
-            rule,
-            executor.channel,
-            expected,
-            self._execute,
-            executor.profiler,
-            executor.settings.timeout_s,
-            receiver=self._weights_of,
-        ).run()
+        RuleExecutor(executor, rule, len(works), self._execute, receiver=self._weights_of).run()
         return []
 
     def _execute(self, instruction: Instruction) -> None:
@@ -152,7 +142,7 @@ class ServerClientRole(RankRole):
             self._sum_nodes()
         nodes = self._node_slots if self._strategy.synchronous else self._node_slots[:1]
         if self._device_state is not None:
-            send_device_tensor(self.executor, instruction, self._device_state.pushed(nodes, part), self.deadline())
+            self.executor.activations.send(instruction, self._device_state.pushed(nodes, part), self.deadline())
         else:
             rows = torch.from_numpy(stage_state.slots)[:, part.low : part.end]
             found = rows[nodes] if len(nodes) > 1 else rows[nodes[0]].unsqueeze(0)
@@ -212,7 +202,8 @@ class ParameterServerRole(RankRole):
         self._rows, self._row_merges, self._total_row = _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
         rows = sum(len(one) for one in self._rows.values()) or 1
         part = self._slices[self._number]
-        self._shard = _make_shard(executor, self._active_workers, vectors, self._layout, part, rows)
+        spec = ServerShardSpec(part, self._layout, executor.settings.optimizer, rows)
+        self._shard = _make_shard(executor, self._active_workers, vectors, spec)
         self._pending_gives: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
         """Pushes received from each worker since the last synchronisation point."""
@@ -256,16 +247,7 @@ class ParameterServerRole(RankRole):
             for work in works:
                 executor.step(work.position, work.samples)
         else:
-            expected = expected_messages(executor.plan, executor.rank, len(works))
-            RuleExecutor(
-                rule,
-                executor.channel,
-                expected,
-                self._execute,
-                executor.profiler,
-                executor.settings.timeout_s,
-                receiver=self._rows_of,
-            ).run()
+            RuleExecutor(executor, rule, len(works), self._execute, receiver=self._rows_of).run()
         if not self._is_last:
             return []
         return [total / len(work.samples) for total, work in zip(self._loss_sums, works, strict=True)]
@@ -375,31 +357,18 @@ class ParameterServerRole(RankRole):
 
 
 def _make_shard(
-    executor: PlanExecutor,
-    workers: Sequence[int],
-    vectors: StateVectors,
-    layout: StateLayout,
-    part: WeightSlice,
-    rows: int,
+    executor: PlanExecutor, workers: Sequence[int], vectors: StateVectors, spec: ServerShardSpec
 ) -> ServerShard:
     """Make the state of a server: in the arena, or on a GPU; ``workers``: those that push."""
-    optimizer, accelerator = executor.settings.optimizer, executor.accelerator
-    if accelerator is None:
-        return ServerShard(vectors, layout, part, optimizer, rows)
+    if executor.accelerator is None:
+        return ServerShard(vectors, spec)
     kind = PeerServerShard if shares_memory(executor, workers) else GpuServerShard
-    return kind(accelerator, vectors, layout, part, optimizer, rows)
+    return kind(executor.accelerator, vectors, spec)
 
 
 def shares_memory(executor: PlanExecutor, ranks: Sequence[int]) -> bool:
     """Whether this rank and these ranks read each other's memory on their GPUs."""
     return executor.peer_memory is not None and executor.peer_memory.peers.issuperset(ranks)
-
-
-def send_device_tensor(executor: PlanExecutor, instruction: Instruction, tensor: Tensor, deadline: float) -> None:
-    """Send a tensor that is on the GPU: from there, or through the host."""
-    if not executor.channel.send_from_device(instruction, tensor, deadline):
-        assert executor.accelerator is not None, "the tensor is on a GPU"
-        executor.channel.send(instruction, executor.accelerator.download(tensor), deadline)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE
-from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
+from hoop.engine.roles.rule_executor import RuleExecutor
 from hoop.engine.stage.state import LOSS, StateVectors
 from hoop.engine.stage.weight_versions import NUM_VERSIONS, WeightVersions, versions_of
 from hoop.engine.step_schedule import StepWork
@@ -61,17 +61,7 @@ class RingRole(RankRole):
         return rule
 
     def _run_rule(self, rule: Rule, steps: int) -> None:
-        executor = self.executor
-        RuleExecutor(
-            rule,
-            executor.channel,
-            expected_messages(executor.plan, executor.rank, steps),
-            self._execute,
-            executor.profiler,
-            executor.settings.timeout_s,
-            renumber=self._renumber,
-            receive_all=True,
-        ).run()
+        RuleExecutor(self.executor, rule, steps, self._execute, renumber=self._renumber, receive_all=True).run()
 
     def _loss(self, work: StepWork) -> list[float]:
         last = self.executor.stage_states.get(self.executor.last_stage)

@@ -14,8 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from hoop.engine.profiler import InstructionProfiler, now
-from hoop.engine.tensor_channel import TensorChannel, TensorReceiver
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.profiler import now
+from hoop.engine.tensor_channel import TensorReceiver
 from hoop.errors import InternalError
 from hoop.plan.instructions import RECEIVES, Instruction, InstructionKind
 from hoop.plan.plan import Plan
@@ -31,28 +32,28 @@ def expected_messages(plan: Plan, rank: int, steps: int) -> Counter[int]:
 
 
 class RuleExecutor:
-    """Runs one rule on one rank, over the links of ``channel``."""
+    """Runs one rule on one rank, over its links."""
 
     def __init__(
         self,
+        executor: PlanExecutor,
         rule: Rule,
-        channel: TensorChannel,
-        expected: Counter[int],
+        steps: int,
         execute: Callable[[Instruction], None],
-        profiler: InstructionProfiler,
-        timeout_s: float,
         *,
         receiver: TensorReceiver | None = None,
         renumber: Callable[[Instruction], Instruction] = lambda message: message,
         receive_all: bool = False,
     ) -> None:
-        """``expected``: messages from each peer until the rule is finished. ``receiver``: tensors to receive into.
+        """``executor``: of this rank. ``steps``: how many the rule has. ``receiver``: tensors to receive into.
 
         ``renumber``: maps a message to the numbering of the rule. ``receive_all``: receive all messages that have
         arrived before each choice of the rule, which depends on them; otherwise one message at a time.
         """
-        self._rule, self._channel, self._expected = rule, channel, expected
-        self._execute, self._profiler, self._timeout_s = execute, profiler, timeout_s
+        self._rule, self._channel, self._execute = rule, executor.channel, execute
+        self._expected = expected_messages(executor.plan, executor.rank, steps)
+        """Messages from each peer until the rule is finished."""
+        self._profiler, self._timeout_s = executor.profiler, executor.settings.timeout_s
         self._receiver, self._renumber, self._receive_all = receiver, renumber, receive_all
         self._last_peer = -1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,25 +19,34 @@ from hoop.engine.stage.state import StateLayout, StateVectors
 from hoop.engine.stage.weight_slices import WeightSlice
 
 
+@dataclass(frozen=True)
+class ServerShardSpec:
+    """Which slice of the weights a server has, and what it needs to update it."""
+
+    part: WeightSlice
+    layout: StateLayout
+    """Of the whole model, whose tensors have the first weights."""
+    optimizer: OptimizerSettings
+    rows: int
+    """Number of gradients that the server holds at a time."""
+
+
 class ServerShard:
     """The state of one server in the arena: its slice of the weights, optimizer state, and rows for gradients.
 
     On a GPU ``GpuServerShard`` takes its place.
     """
 
-    def __init__(
-        self, vectors: StateVectors, layout: StateLayout, part: WeightSlice, optimizer: OptimizerSettings, rows: int
-    ) -> None:
-        """``rows``: number of gradients that it holds at a time."""
-        self.part = part
+    def __init__(self, vectors: StateVectors, spec: ServerShardSpec) -> None:
+        self.part = part = spec.part
         self.weights: Array = vectors.new("slice.weights", part.weights)
         self.moments = [
             torch.from_numpy(vectors.new(f"slice.moment{index}", part.trained))
-            for index in range(optimizer.num_moments)
+            for index in range(spec.optimizer.num_moments)
         ]
-        self.rows: Array = vectors.new("slice.gradients", rows * part.width).reshape(rows, part.width)
-        self._update = make_update(optimizer, torch.from_numpy(self.weights[: part.trained]), self.moments)
-        self.load_weights(layout)
+        self.rows: Array = vectors.new("slice.gradients", spec.rows * part.width).reshape(spec.rows, part.width)
+        self._update = make_update(spec.optimizer, torch.from_numpy(self.weights[: part.trained]), self.moments)
+        self.load_weights(spec.layout)
 
     def load_weights(self, layout: StateLayout) -> None:
         """Copy the slice out of the model's tensors."""
@@ -112,20 +122,12 @@ class GpuServerShard(ServerShard):
     workers are on the server's host, ``PeerServerShard`` takes its place.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        vectors: StateVectors,
-        layout: StateLayout,
-        part: WeightSlice,
-        optimizer: OptimizerSettings,
-        rows: int,
-    ) -> None:
-        super().__init__(vectors, layout, part, optimizer, rows)
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, vectors: StateVectors, spec: ServerShardSpec) -> None:
+        super().__init__(vectors, spec)
+        self._accelerator, part = accelerator, spec.part
         self._staging = Staging(accelerator, part.weights)
         self._device_state = DeviceState(
-            accelerator, "slice.", self.weights, part.trained, self.moments, optimizer, self._staging
+            accelerator, "slice.", self.weights, part.trained, self.moments, spec.optimizer, self._staging
         )
         self._total = accelerator.vector("slice.total", part.weights)
 
@@ -164,17 +166,10 @@ class PeerServerShard(GpuServerShard):
     Of the sum, the tail goes to the arena, and the rest only if another rank holds a replica of the slice.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        vectors: StateVectors,
-        layout: StateLayout,
-        part: WeightSlice,
-        optimizer: OptimizerSettings,
-        rows: int,
-    ) -> None:
-        super().__init__(accelerator, vectors, layout, part, optimizer, rows)
-        self._device_rows = accelerator.vector("slice.gradients", rows * part.width).view(rows, part.width)
+    def __init__(self, accelerator: Accelerator, vectors: StateVectors, spec: ServerShardSpec) -> None:
+        super().__init__(accelerator, vectors, spec)
+        rows, width = spec.rows, spec.part.width
+        self._device_rows = accelerator.vector("slice.gradients", rows * width).view(rows, width)
         self._total_copied = False
 
     def received(self, first: int, last: int) -> Tensor:

@@ -19,7 +19,7 @@ from hoop.collectives.shard_tree import MergePlan, Sum, sum_expression
 from hoop.engine.stage.gpu import GpuStageState
 from hoop.engine.stage.peer_memory import PeerMemory
 from hoop.engine.stage.peer_rows import MappedRows
-from hoop.transport.base import SharedEndpoint, WaitingWork
+from hoop.transport.base import SharedEndpoint, WaitingWork, remaining
 
 
 class SlotRows(MappedRows):
@@ -73,7 +73,6 @@ def open_device_reducer(
     stage_state: GpuStageState,
     memory: PeerMemory,
     deadline: float,
-    timeout: float,
 ) -> DeviceGradientReducer | None:
     """Collective over ``group``, the ranks that hold the stage; None if they cannot read each other's memory.
 
@@ -82,7 +81,7 @@ def open_device_reducer(
     others = set(ranks) - {memory.rank}
     possible = isinstance(group.endpoint, SharedEndpoint) and others <= memory.peers
     own = [memory.place(stage_state.rows), len(stage_state.rows)] if possible else None
-    found = all_gather_object(group, own, timeout)
+    found = all_gather_object(group, own, remaining(deadline))
     if any(one is None for one in found):
         return None
     layout = stage_state.layout

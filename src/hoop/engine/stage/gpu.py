@@ -52,6 +52,7 @@ from hoop.engine.stage.state import (
     SAMPLES,
     TAIL,
     ShardMetrics,
+    StageSpec,
     StageState,
     StateLayout,
     StateVectors,
@@ -216,35 +217,31 @@ class GpuStageState(StageState):
         accelerator: Accelerator,
         use_graphs: bool,
         vectors: StateVectors,
-        blocks: Sequence[nn.Module],
-        first_block: int,
+        spec: StageSpec,
         settings: Settings,
-        name: str,
-        updates: bool,
-        chain: bool,
     ) -> None:
         """``use_graphs``: forward and backward may be captured as CUDA graphs. The rest is as for ``StageState``."""
-        twins = copy.deepcopy(nn.ModuleList(blocks)).to(accelerator.device)
+        twins = copy.deepcopy(nn.ModuleList(spec.blocks)).to(accelerator.device)
         settings = dataclasses.replace(settings, bucket_bytes=0)  # a gradient is downloaded in one copy
-        super().__init__(vectors, blocks, first_block, settings, name, updates, chain, accelerator.device)
+        super().__init__(vectors, spec, settings, accelerator.device)
         self._accelerator, device = accelerator, accelerator.device
         self._channels_last = settings.channels_last
-        self._modules = list(zip(nn.ModuleList(blocks).modules(), twins.modules(), strict=True))
+        self._modules = list(zip(nn.ModuleList(spec.blocks).modules(), twins.modules(), strict=True))
         twin = StateLayout(twins)
         self._staging = Staging(accelerator, twin.state)
-        optimizer = settings.optimizer if updates else None
+        optimizer = settings.optimizer if spec.updates else None
         self._device_state = DeviceState(
-            accelerator, name, self.state_array, twin.trained, self.moments, optimizer, self._staging
+            accelerator, spec.name, self.state_array, twin.trained, self.moments, optimizer, self._staging
         )
         bind_tensors(twin, self._device_state.weights)
         self._device_buffers = self._device_state.weights[twin.trained :]
         self._device_buffers_at_start = self._device_buffers.clone()
         self._device_buffer_deltas: dict[int, Tensor] = {}
         self._counts, self._counts_at_start, self._counts_added = flatten_counters(twin, device)
-        self.stage, _ = make_stage(list(twins), first_block, twin, settings, chain, device)
+        self.stage, _ = make_stage(list(twins), spec.first_block, twin, settings, spec.chain, device)
         if use_graphs and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
             rows = -(-settings.batch_size // settings.num_microbatches)
-            self.stage = CudaGraphStage(accelerator, self.stage, twins, rows, first_block > 0, self._new_row)
+            self.stage = CudaGraphStage(accelerator, self.stage, twins, rows, spec.first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
         """Frozen parameters, still to be copied: they change only when a checkpoint is read, before the first step."""
         self._row_matrix = torch.zeros(0, self.layout.state, device=device)

@@ -29,7 +29,7 @@ from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import Stage
 from hoop.engine.stage.gpu import batch_counters, flatten_counters
 from hoop.engine.stage.optimizer import make_tensor_update
-from hoop.engine.stage.state import StageState, StateLayout, StateVectors, make_stage
+from hoop.engine.stage.state import StageSpec, StageState, StateLayout, StateVectors, make_stage
 
 _SHARE_FOR_DATA = 0.25
 """A dataset stays on the GPU if it needs at most this share of the memory that is free there."""
@@ -63,30 +63,20 @@ class ResidentStageState(StageState):
 
     resident = True
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        vectors: StateVectors,
-        blocks: Sequence[nn.Module],
-        first_block: int,
-        settings: Settings,
-        name: str,
-        updates: bool,
-        chain: bool,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, vectors: StateVectors, spec: StageSpec, settings: Settings) -> None:
         """The parameters are those of ``StageState``."""
         settings = dataclasses.replace(settings, bucket_bytes=0)
-        super().__init__(vectors, blocks, first_block, settings, name, updates, chain, accelerator.device)
-        self.accelerator, self._settings, self._chain = accelerator, settings, chain
+        super().__init__(vectors, spec, settings, accelerator.device)
+        self.accelerator, self._settings, self._chain = accelerator, settings, spec.chain
         self._channels_last = settings.channels_last
         layout, device = self.layout, accelerator.device
-        self.weights = accelerator.vector(f"{name}weights", layout.state)
+        self.weights = accelerator.vector(f"{spec.name}weights", layout.state)
         """Parameters and float buffers."""
         half = settings.precision == "bfloat16" and accelerator.cuda
         self._rounded = torch.zeros(layout.trained if half else 0, dtype=torch.bfloat16, device=device)
         """The parameters in bfloat16, from which autocast would make them in each shard; empty without autocast."""
         self.device_moments = [
-            accelerator.vector(f"{name}moment{index}", layout.trained) for index in range(len(self.moments))
+            accelerator.vector(f"{spec.name}moment{index}", layout.trained) for index in range(len(self.moments))
         ]
         self.device_total = torch.zeros(layout.total, device=device)
         """The last step's total: the clipped gradient, the changes of the buffers, and the tail. Set by a step."""

@@ -15,10 +15,10 @@ begins. With clipping that rank sums such a parameter to its end, so the norm ha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.reduction import Array
@@ -26,7 +26,7 @@ from hoop.collectives.shard_tree import MergePlan
 from hoop.collectives.sharded_reduction import ShardedReduction, ShardSpans
 from hoop.engine.settings import Settings
 from hoop.engine.stage.optimizer import apply_update, make_update
-from hoop.engine.stage.state import TAIL, StageState, StateLayout, StateVectors, squared_norms
+from hoop.engine.stage.state import TAIL, StageSpec, StageState, StateLayout, StateVectors, squared_norms
 from hoop.engine.stage.weight_slices import WeightSlice, weight_slices
 from hoop.transport.base import WaitingWork
 
@@ -55,25 +55,21 @@ class ShardedStageState(StageState):
         number: int,
         count: int,
         vectors: StateVectors,
-        blocks: Sequence[nn.Module],
-        first_block: int,
+        spec: StageSpec,
         settings: Settings,
-        name: str,
-        updates: bool = True,
-        chain: bool = True,
     ) -> None:
         """``number``: of the slice that this rank updates, of ``count``. The others: see ``StageState``."""
-        assert updates, "parameter servers have no sharded update"
-        super().__init__(vectors, blocks, first_block, settings, name, updates=False, chain=chain)
+        assert spec.updates, "parameter servers have no sharded update"
+        super().__init__(vectors, dataclasses.replace(spec, updates=False), settings)
         layout, optimizer = self.layout, settings.optimizer
         self.parts = weight_slices(layout, count)
         self.part = part = self.parts[number]
         self.spans = shard_spans(layout, self.parts, whole_parameters=bool(optimizer.clip))
         self.slice_moments = [
-            torch.from_numpy(vectors.new(f"{name}slice.moment{index}", part.trained))
+            torch.from_numpy(vectors.new(f"{spec.name}slice.moment{index}", part.trained))
             for index in range(optimizer.num_moments)
         ]
-        self.sums: Array = vectors.new(f"{name}slice.total", self.spans.output_size(number))
+        self.sums: Array = vectors.new(f"{spec.name}slice.total", self.spans.output_size(number))
         """What this rank sums: ``slice_total``, then ``total``."""
         low, high = self.spans.sums[number]
         self.slice_total: Array = self.sums[: high - low]

@@ -221,6 +221,22 @@ class _Slot:
     """Tail and provenance."""
 
 
+@dataclass(frozen=True)
+class StageSpec:
+    """Which blocks of the model a stage is, and how a rank that holds it trains them."""
+
+    blocks: Sequence[nn.Module]
+    first_block: int
+    """Number of the first block in the model."""
+    name: str
+    """Begins the names of the stage's vectors in the arena."""
+    updates: bool = True
+    """The rank updates the weights; False if parameter servers do, and the rank has a copy."""
+    chain: bool = True
+    """The whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed without
+    autograd; otherwise the cut would change the bits."""
+
+
 class StageState:
     """The state of one stage on one rank, and the ``Stage`` that computes it. ``PlanExecutor`` drives it.
 
@@ -243,29 +259,20 @@ class StageState:
     def __init__(
         self,
         vectors: StateVectors,
-        blocks: Sequence[nn.Module],
-        first_block: int,
+        spec: StageSpec,
         settings: Settings,
-        name: str,
-        updates: bool = True,
-        chain: bool = True,
         update_device: torch.device = CPU,
     ) -> None:
-        """``name``: begins the names of its vectors. ``first_block``: number of the stage's first block in the model.
-
-        ``updates``: this rank updates the weights; False if parameter servers do, and this rank has a copy. ``chain``:
-        the whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed
-        without autograd; otherwise the cut would change the bits. ``update_device``: where updates are computed; on a
-        GPU the vectors here are a copy of those there.
-        """
-        self.blocks = list(blocks)
-        self.first_block = first_block
-        self.layout = layout = StateLayout(blocks, settings.num_microbatches)
+        """``update_device``: where updates are computed; on a GPU the vectors here are a copy of those there."""
+        self.blocks = list(spec.blocks)
+        self.first_block = spec.first_block
+        self.layout = layout = StateLayout(spec.blocks, settings.num_microbatches)
         self._shards = settings.num_microbatches
         self.device_id = 0
         """Number of this rank's device, for the provenance of its shards."""
         self.provenance: Provenance | None = None
         """Records the provenance of each update, if set (``RankRole.attach_provenance``)."""
+        name, updates = spec.name, spec.updates
         self._vectors, self._name = vectors, name
         self.state_array = vectors.new(f"{name}weights", layout.state)
         self.state = torch.from_numpy(self.state_array)
@@ -289,7 +296,7 @@ class StageState:
             self.update = make_update(settings.optimizer, self.trained, self.moments)
         elif updates:
             self.update = make_staged_update(settings.optimizer, self.trained, self.moments, update_device)
-        self.stage, self.buckets = make_stage(blocks, first_block, layout, settings, chain)
+        self.stage, self.buckets = make_stage(spec.blocks, spec.first_block, layout, settings, spec.chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
         """The gradient slots, one a row."""
         self._slot_views: list[_Slot] = []
