@@ -30,7 +30,7 @@ from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext, group_id
 from hoop.engine import cost_probe
 from hoop.engine import setup as engine_setup
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, deserialize, serialize
+from hoop.engine.fault_tolerance.checkpoint_format import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer

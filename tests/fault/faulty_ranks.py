@@ -36,8 +36,9 @@ import hoop.engine.trainer as engine_trainer
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext, group_id
 from hoop.engine.executor import DeferredUpdates
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize, serialize, tensors_of
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize, serialize, tensors_of
 from hoop.engine.fault_tolerance.replication import Replicator
+from hoop.engine.fault_tolerance.snapshots import SnapshotPublisher
 from hoop.engine.job import Job, names_of
 from hoop.engine.peer_tensors import PeerTensors
 from hoop.engine.profiler import InstructionProfiler

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hoop.collectives.rank_context import RankContext
-from hoop.engine.fault_tolerance.checkpoint import verified
+from hoop.engine.fault_tolerance.checkpoint_format import verified
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import make_folder
 from hoop.job_events import CheckpointWritten, Emit, JobEvent, SnapshotTaken, Warned

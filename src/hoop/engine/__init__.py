@@ -26,7 +26,7 @@ PUBLIC = (
     "entrypoint",
     "evaluation",
     "gradient_slots",
-    "fault_tolerance.checkpoint",
+    "fault_tolerance.checkpoint_format",
     "job",
     "job_source",
     "loss_reduction",

@@ -32,7 +32,7 @@ from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.early_stopping import EarlyStopping
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize
 from hoop.engine.fault_tolerance.local_persistence import (
     CustomInPlaceState,
     InPlaceState,
@@ -45,6 +45,7 @@ from hoop.engine.fault_tolerance.recovery import (
     plan_rest_of_step,
     synchronize_replicas,
 )
+from hoop.engine.fault_tolerance.snapshots import SnapshotPublisher
 from hoop.engine.gradient_slots import max_gradient_slots
 from hoop.engine.job import Job, build_model
 from hoop.engine.late_join import LateJoin

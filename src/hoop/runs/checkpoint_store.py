@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hoop.engine.fault_tolerance.checkpoint import deserialize, serialized_parts
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize, serialized_parts
 from hoop.errors import FailedPrecondition, HoopError
 from hoop.files import link_file, write_parts
 from hoop.job_events import CheckpointWritten, JobEvent, Warned

@@ -26,7 +26,7 @@ from hoop import job_events as ev
 from hoop.client.cluster import Cluster, connect
 from hoop.client.jobs import JobHandle
 from hoop.engine.custom.state import AVERAGE
-from hoop.engine.fault_tolerance.checkpoint import (
+from hoop.engine.fault_tolerance.checkpoint_format import (
     CHECKSUM_KEY,
     VerifiedCheckpoint,
     is_training_state,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.engine.custom.state import AVERAGE
-from hoop.engine.fault_tolerance.checkpoint import deserialize
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize
 from hoop.engine.job import Job, check_model_function
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.runs.user_data import user_data

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize
 from hoop.engine.fault_tolerance.local_persistence import (
     LOG_STEPS,
     StepLog,
@@ -17,6 +17,7 @@ from hoop.engine.fault_tolerance.local_persistence import (
     read_step_log,
 )
 from hoop.engine.fault_tolerance.replication import allocate_shard
+from hoop.engine.fault_tolerance.snapshots import SnapshotPublisher
 from hoop.engine.fault_tolerance.state_slices import LiveSlice, specs_of
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import StateVectors

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoop.engine.fault_tolerance import checkpoint
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
+from hoop.engine.fault_tolerance import snapshots
+from hoop.engine.fault_tolerance.checkpoint_format import CHECKSUM_KEY, deserialize
+from hoop.engine.fault_tolerance.snapshots import SnapshotPublisher
 from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.partitioning import check_snapshots
 from hoop.engine.settings import Settings
@@ -62,7 +63,7 @@ def test_snapshots_have_one_size_whatever_numbers_are_in_them(tmp_path: Path) ->
 def test_the_checksum_of_a_large_snapshot_is_made_while_its_tensors_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "LATER_BYTES", 0)
+    monkeypatch.setattr(snapshots, "LATER_BYTES", 0)
     events: list[JobEvent] = []
     weights = torch.arange(8.0)
     with Arena.create(tmp_path / "arena", MIB) as arena:
@@ -75,5 +76,5 @@ def test_the_checksum_of_a_large_snapshot_is_made_while_its_tensors_change(
         assert (event.steps, event.final, event.parts, event.turn, event.buffer) == (9, False, 1, 2, "job1.snapshot0")
         tensors, metadata = deserialize(arena.read(arena.buffer(event.buffer).address, event.bytes))
         publisher.close()
-    assert metadata[checkpoint.CHECKSUM_KEY] == event.sha256
+    assert metadata[CHECKSUM_KEY] == event.sha256
     assert tensors["w"].tolist() == list(range(8))

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.fault_tolerance.checkpoint import (
+from hoop.engine.fault_tolerance.checkpoint_format import (
     CHECKSUM_KEY,
     copy_into,
     deserialize,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.data.sampler import SampleOrder, shard
-from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize, serialize
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
 from hoop.errors import FailedPrecondition, NotFound, ResourceExhausted
 from hoop.files import write_bytes

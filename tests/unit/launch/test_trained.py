@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from hoop.cli.commands import command_line
-from hoop.engine.fault_tolerance import checkpoint as checkpoint_format
-from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
+from hoop.engine.fault_tolerance import checkpoint_format
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize, serialize
 from hoop.engine.job import without_folder
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from hoop.engine.custom.state import WHOLE_VECTOR, CustomState
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, RUN_KEY, SNAPSHOT, deserialize
+from hoop.engine.fault_tolerance.checkpoint_format import MOMENT, deserialize
+from hoop.engine.fault_tolerance.snapshots import RUN_KEY, SNAPSHOT
 from hoop.engine.fault_tolerance.state_slices import (
     LiveSlice,
     StateShard,

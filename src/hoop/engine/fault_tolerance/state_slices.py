@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
-from hoop.engine.fault_tolerance.checkpoint import MOMENT
+from hoop.engine.fault_tolerance.checkpoint_format import MOMENT
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout, StateRow
 from hoop.membership.recovery import SliceSpec

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.checkpoint import restore, tensors_of
+from hoop.engine.fault_tolerance.checkpoint_format import restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.stage.provenance import Provenance

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from hoop.collectives.reduction import Array
 from hoop.collectives.shard_tree import Leaf, Sum, merge_plan, sum_expression
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
+from hoop.engine.fault_tolerance.checkpoint_format import MOMENT, restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole

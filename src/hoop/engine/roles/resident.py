@@ -31,7 +31,7 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.data.sampler import shard
 from hoop.engine.data_feed import microbatch_seed
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.checkpoint import named_tensors
+from hoop.engine.fault_tolerance.checkpoint_format import named_tensors
 from hoop.engine.job import names_of
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole

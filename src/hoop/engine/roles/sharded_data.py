@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
+from hoop.engine.fault_tolerance.checkpoint_format import MOMENT, restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice, slices_of_part
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole

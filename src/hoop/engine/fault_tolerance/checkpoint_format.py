@@ -1,4 +1,4 @@
-"""Checkpoints: a training state as named tensors, in the safetensors format.
+"""The format of a checkpoint: a training state as named tensors, in a safetensors file.
 
     0.1.weight                     the model's own names
     optimizer.moment0.0.1.weight   optimizer state, under the name of its parameter
@@ -17,20 +17,16 @@ A byte that is damaged later, in the client's memory or on the disk, does not ma
 is read. The weights alone are hashed once more, for the run's ``weights_sha256``. A file of an earlier version has one
 sha256 over all bytes.
 
-``SnapshotPublisher`` writes one rank's part of a checkpoint into the arena, where the client reads it while training
-continues. ``runs/checkpoint_store.py`` joins the parts to a file.
+``snapshots.py`` writes one rank's part of a checkpoint into the arena; ``runs/checkpoint_store.py`` writes the file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,9 +37,7 @@ from torch import Tensor, nn
 
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout
-from hoop.errors import FailedPrecondition, ResourceExhausted, TrainingStateLost
-from hoop.job_events import Emit, SnapshotTaken
-from hoop.memory import Arena
+from hoop.errors import FailedPrecondition
 
 log = logging.getLogger("hoop.engine")
 MOMENT = "optimizer.moment"
@@ -55,6 +49,8 @@ _TENSORS_KEY = "tensors_sha256"
 """Key of the tensors' checksums, one after the other, in the order of their bytes."""
 _BLANK_CHECKSUM = "0" * 64
 """Stands for a checksum until it is computed."""
+_PADDING_KEY = "padding"
+_METADATA_BYTES = 1024
 
 
 def is_training_state(name: str) -> bool:
@@ -184,6 +180,15 @@ def _header_text(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> 
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return bytearray(len(text).to_bytes(8, "little") + text), order
+
+
+def padded(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata with a length that is a multiple of 1 KiB, so that a snapshot fits where the one before it was.
+
+    Numbers in it, such as losses, have more digits or fewer.
+    """
+    length = len(json.dumps(json.dumps({**metadata, _PADDING_KEY: ""})))  # the file has it as a string in JSON
+    return {**metadata, _PADDING_KEY: " " * (-length % _METADATA_BYTES)}
 
 
 def copy_into(
@@ -381,201 +386,3 @@ def _checksum(data: bytes | bytearray | memoryview, at: int) -> str:
     digest.update(_BLANK_CHECKSUM.encode())
     digest.update(view[at + len(_BLANK_CHECKSUM) :])
     return digest.hexdigest()
-
-
-# ---- snapshots in the arena
-
-SNAPSHOT = "snapshot"
-"""Prefix of the names of snapshot buffers."""
-RUN_KEY = "run"
-"""Key of the run id in a snapshot's metadata."""
-
-
-LATER_BYTES = 4 << 20
-"""The checksum of a larger snapshot is computed by another thread, while training goes on."""
-WRITE_S = 600.0
-"""How long the thread that writes a checkpoint into the arena may take."""
-REPLICA_SHARE = 0.02
-"""Share of the time in which a copy of a GPU's state may be written into the arena."""
-_PADDING_KEY = "padding"
-_METADATA_BYTES = 1024
-
-
-def _padded(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata with a length that is a multiple of 1 KiB, so that a snapshot fits where the one before it was.
-
-    Numbers in it, such as losses, have more digits or fewer.
-    """
-    length = len(json.dumps(json.dumps({**metadata, _PADDING_KEY: ""})))  # the file has it as a string in JSON
-    return {**metadata, _PADDING_KEY: " " * (-length % _METADATA_BYTES)}
-
-
-def write_to_arena(
-    arena: Arena, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
-) -> Callable[[], tuple[str, int]]:
-    """As ``copy_into``, into buffer ``name``, which is replaced."""
-    if any(buffer.name == name for buffer in arena.buffers()):
-        arena.free(name)
-
-    def allocate(size: int) -> memoryview:
-        return arena.view(arena.allocate(name, size).address, size)
-
-    return copy_into(allocate, tensors, metadata)
-
-
-class SnapshotPublisher:
-    """Publishes one rank's parts of checkpoints: writes each into the arena and emits a ``snapshot`` event."""
-
-    def __init__(self, arena: Arena, prefix: str, emit: Emit, run: str = "", joined_late: bool = False) -> None:
-        """``prefix``: of buffer names. ``run``: run id stored in each snapshot.
-
-        ``joined_late``: this rank joined a running job; checkpoints that it does not know of may exist.
-        """
-        self._joined_late = joined_late
-        self._arena, self._prefix, self._emit, self._run = arena, prefix, emit, run
-        self._published = 0
-        self._newest: int | None = None
-        """Steps done at the newest checkpoint."""
-        self._pool = ThreadPoolExecutor(1, "hoop-checkpoint")
-        self._writing: Future[None] | None = None
-        self._next_replica = 0.0
-        """Time (``time.monotonic``) of the next copy by ``replicate_later``."""
-
-    def publish(
-        self,
-        tensors: Mapping[str, Tensor] | None,
-        done: int,
-        steps_per_epoch: int,
-        final: bool,
-        parts: int,
-        reshard_count: int,
-        evaluation: Sequence[float] = (),
-    ) -> None:
-        """Publishes this rank's part of the checkpoint after ``done`` steps; ``tensors`` is None if it has no part.
-
-        A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``. ``evaluation``: for early
-        stopping, the newest one, as ``Evaluation.to_row`` returns it. The tensors may change afterwards; if they are
-        large, the event follows later, from another thread.
-        """
-        self.wait()
-        self._newest = done
-        if tensors is None:
-            return
-        emit = self._copy(tensors, done, steps_per_epoch, final, parts, reshard_count, evaluation)
-        size = sum(one.nbytes for one in tensors.values())
-        if final or size < LATER_BYTES:
-            emit()
-        else:
-            self._writing = self._pool.submit(emit)
-
-    def publish_later(
-        self,
-        read: Callable[[], Mapping[str, Tensor]] | None,
-        done: int,
-        steps_per_epoch: int,
-        parts: int,
-        evaluation: Sequence[float] = (),
-    ) -> None:
-        """As ``publish``, of tensors that ``read`` returns in another thread, while the caller goes on.
-
-        An error there is raised by the next call of ``publish``, ``publish_later`` or ``wait``.
-        """
-        self.wait()
-        self._newest = done
-        if read is not None:
-            self._writing = self._pool.submit(
-                lambda: self._copy(read(), done, steps_per_epoch, False, parts, 0, evaluation)()
-            )
-
-    def replicate_later(
-        self, reader: Callable[[], Callable[[], Mapping[str, Tensor]] | None], done: int, every_s: float
-    ) -> None:
-        """Copy the state after ``done`` steps into the arena in another thread, if the last copy is old enough.
-
-        For state that is on a GPU: should all devices of a job lose it at once, they go on from this copy when they are
-        restarted. A copy replaces the one before, in the buffer that the next checkpoint is written to, and is never
-        published.
-
-        ``reader``: see ``RankRole.checkpoint_reader``; it is called only if a copy is due. ``every_s``: least seconds
-        from one copy to the next; they take at most ``REPLICA_SHARE`` of the time.
-        """
-        if time.monotonic() < self._next_replica or (self._writing is not None and not self._writing.done()):
-            return
-        self.wait()
-        self._next_replica = time.monotonic() + every_s
-        read = reader()
-        if read is not None:
-            self._writing = self._pool.submit(lambda: self._write_replica(read, done, every_s))
-
-    def _write_replica(self, read: Callable[[], Mapping[str, Tensor]], done: int, every_s: float) -> None:
-        began = time.monotonic()
-        buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
-        try:
-            complete = write_to_arena(self._arena, buffer, read(), _padded({"steps": done, RUN_KEY: self._run}))
-        except ResourceExhausted as error:
-            log.warning("no copy of the GPU's state is kept in the arena between checkpoints: %s", error)
-            self._next_replica = math.inf
-            return
-        complete()
-        now = time.monotonic()
-        self._next_replica = now + max(every_s, (now - began) / REPLICA_SHARE)
-
-    def wait(self) -> None:
-        """Wait until the checkpoint of ``publish_later`` is published; raises what failed there."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            try:
-                writing.result(WRITE_S)
-            except TimeoutError:
-                raise FailedPrecondition(
-                    f"the checkpoint of step {self._newest} was not copied to the arena within {WRITE_S:g} s; "
-                    "is this machine out of memory?"
-                ) from None
-
-    def close(self) -> None:
-        """Wait as ``wait`` does; what failed does not matter any more."""
-        with contextlib.suppress(Exception):
-            self.wait()
-        self._pool.shutdown(wait=False)
-
-    def _copy(
-        self,
-        tensors: Mapping[str, Tensor],
-        done: int,
-        steps_per_epoch: int,
-        final: bool,
-        parts: int,
-        reshard_count: int,
-        evaluation: Sequence[float],
-    ) -> Callable[[], None]:
-        """Copies the tensors into the arena; returns what completes the snapshot and emits its event."""
-        epoch, step = divmod(done, steps_per_epoch)
-        about: dict[str, Any] = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run}
-        if evaluation:
-            about["evaluation"] = list(evaluation)
-        # Two buffers in turn: the client may read one while the next is written.
-        buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
-        complete = write_to_arena(self._arena, buffer, tensors, _padded(about))
-        self._published += 1
-
-        def emit() -> None:
-            checksum, size = complete()
-            self._emit(SnapshotTaken(done, final, parts, reshard_count, buffer, size, checksum))
-
-        return emit
-
-    def state_lost(self, what: str, found: str = "") -> TrainingStateLost:
-        """The error for a run that cannot continue because ``what`` was lost; it tells the user what to do.
-
-        ``found``: what the devices still have.
-        """
-        return TrainingStateLost(f"{what} was lost: {self.remedy}{f'. Found: {found}' if found else ''}")
-
-    @property
-    def remedy(self) -> str:
-        """Advice to the user of a run that cannot continue."""
-        if self._newest is None and self._joined_late:
-            return "go on from its newest checkpoint, if it has one: hoop train --resume --out DIR"
-        if self._newest is None:
-            return "there is no checkpoint yet, start it again (checkpoint_every says how often one is made)"
-        return f"go on from the checkpoint of step {self._newest}: hoop train --resume --out DIR"
