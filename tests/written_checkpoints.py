@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher
+from hoop.engine.fault_tolerance.snapshots import SnapshotPublisher
 from hoop.runs.checkpoint_store import listed, step_of
 
 WRITTEN_WITHIN_S = 300.0

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -176,9 +177,32 @@ def ranks_with_arenas(folder: Path, size: int, native: bool) -> Iterator[list[tu
         yield list(zip(communicators, arenas, strict=True))
 
 
-def on_all(ranks: list[tuple[Communicator, Arena]], function: Callable[[Communicator, Arena], bytes]) -> list[bytes]:
-    from concurrent.futures import ThreadPoolExecutor
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_core)])
+def test_what_was_read_of_a_rank_that_has_left_does_not_count(
+    tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is stopped while it reads goes on when the other has given up, before its listener has noticed."""
+    with ranks_with_arenas(tmp_path, 2, native) as ranks, ThreadPoolExecutor(1) as thread:
+        stopped, other = (comm.endpoint for comm, _ in ranks)
+        assert isinstance(stopped, SharedEndpoint)
+        assert isinstance(other, SharedEndpoint)
+        first = thread.submit(other.barrier, deadline_in())
+        stopped.barrier(deadline_in())
+        first.result()
+        stopped.verify_reads()
+        monkeypatch.setattr(stopped, "mark_lost", lambda peer, reason: None)
+        last = thread.submit(other.barrier, deadline_in())
+        while stopped.segments[1].barrier_count[0] < 2:
+            time.sleep(0.001)
+        other.close()
+        assert isinstance(last.exception(), PeerLost)
+        with pytest.raises(PeerLost, match="rank 1 at"):
+            stopped.barrier(deadline_in())
+        with pytest.raises(PeerLost, match="rank 1 at"):
+            stopped.verify_reads()
 
+
+def on_all(ranks: list[tuple[Communicator, Arena]], function: Callable[[Communicator, Arena], bytes]) -> list[bytes]:
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(lambda rank: function(*rank), ranks, timeout=LONG_S))
 

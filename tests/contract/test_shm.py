@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from ranks import LONG_S, deadline_in
 
-from hoop.errors import DeadlineExceeded
+from hoop.errors import DeadlineExceeded, MembershipChanged
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import semaphore
 from hoop.transport.base import SharedEndpoint
+from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_listener import ShmTransport, host_identity
 from hoop.transport.shm_segment import PAGE, create_shared_memory, map_bytes
 
@@ -104,6 +107,28 @@ def test_a_mapping_holds_no_descriptor_and_ends_with_its_last_array() -> None:
     assert mappings() == maps + 1
     del part
     assert mappings() == maps
+
+
+def test_a_sender_that_is_woken_to_give_up_does_not_overwrite_a_block_that_may_still_be_read() -> None:
+    """The receiver may be stopped in the middle of the block; the message would be a mixture."""
+    here = Address(host_identity(), 0)
+    with ShmTransport(here) as one, ShmTransport(here) as other, ThreadPoolExecutor(1) as thread:
+        peers = [one.address, other.address]
+        sender, receiver = one.endpoint(7, 1, 0, peers), other.endpoint(7, 1, 1, peers)
+        assert isinstance(sender, ShmEndpoint)
+        assert isinstance(receiver, SharedEndpoint)
+        deadline = time.monotonic() + 60
+        for endpoint in (sender, receiver):
+            endpoint.wait_for_peers(deadline)
+        sender.send(1, memoryview(bytes(range(256)) * 4096), deadline)
+        first_block = sender.segments[0].ring_blocks(1)[0]
+        before = bytes(first_block)
+        flushing = thread.submit(sender.flush, deadline)
+        while not flushing.running():
+            time.sleep(0.001)
+        sender.abort(MembershipChanged("generation 2 begins"))
+        assert isinstance(flushing.exception(), MembershipChanged)
+        assert bytes(first_block) == before
 
 
 def shm_files(pid: int) -> list[Path]:

@@ -30,6 +30,7 @@ from forked_ranks import Outcome, import_for_ranks, measure_briefly
 from torch import Tensor
 
 import hoop.engine.fault_tolerance.manager as engine_manager
+import hoop.engine.fault_tolerance.replication as engine_replication
 import hoop.engine.progress_reporter as engine_reporter
 import hoop.engine.setup as engine_setup
 import hoop.engine.trainer as engine_trainer
@@ -60,6 +61,7 @@ ARENA_BYTES = 24 << 20
 PLACES: dict[str, tuple[Any, str]] = {
     "instruction": (InstructionProfiler, "record"),
     "keeps": (Replicator, "replicate"),
+    "copies": (engine_replication, "copy_from_arena"),
     "meets": (engine_manager, "any_rank"),
     "settles": (DeferredUpdates, "apply_all"),
     "gathers": (ShardedGradientReducer, "gather"),
@@ -82,7 +84,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 class Fault:
     """The rank dies when it reaches the place for the n-th time; ``waits``: it waits there for a membership change.
 
-    ``others``: ranks that die at the same moment, wherever they are.
+    ``others``: ranks that die at the same moment, wherever they are. ``stops``: the process is stopped there, and the
+    others go on without it; when all of them have died it is continued, and goes on alone.
     """
 
     rank: int
@@ -90,6 +93,7 @@ class Fault:
     occurrence: int = 1
     waits: bool = False
     others: tuple[int, ...] = ()
+    stops: bool = False
 
 
 @dataclass
@@ -135,6 +139,7 @@ class Parent:
         self._pids: dict[int, int] = {}
         self._addresses: dict[int, Any] = {}
         self._generation = 0
+        self._stopped: list[int] = []
 
     def fork(self, number: int, joining: bool) -> None:
         parent_end, child_end = Pipe()
@@ -184,6 +189,12 @@ class Parent:
                     ready.add(number)
                 if message["kind"] == "waiting":
                     waiting = True
+                if message["kind"] == "stops":
+                    os.kill(self._pids[number], signal.SIGSTOP)
+                    os.waitid(os.P_PID, self._pids[number], os.WSTOPPED | os.WNOWAIT)
+                    members.remove(number)
+                    self._stopped.append(number)
+                    self._assign(members)
                 if message["kind"] == "dies":
                     for victim in (number, *message["others"]):
                         os.kill(self._pids[victim], signal.SIGKILL)
@@ -195,12 +206,19 @@ class Parent:
                 self._check_killed(number)
                 members.remove(number)
                 waiting = True  # other ranks may wait for it
+            if not members:
+                members, self._stopped = self._stopped, []
+                for number in members:
+                    os.kill(self._pids[number], signal.SIGCONT)
+                self._assign(members, left_out=True)
+                continue
             if waiting and (lost or ready == set(joining)) and (lost or joining):
                 members, joining, waiting = members + joining * (not lost), joining * bool(lost), False
                 self._assign(members)
             if len(results) == len(members):
                 break
-        expected_dead = {rank for fault in self._faults if not fault.waits for rank in (fault.rank, *fault.others)}
+        deadly = [fault for fault in self._faults if not fault.waits and not fault.stops]
+        expected_dead = {rank for fault in deadly for rank in (fault.rank, *fault.others)}
         assert expected_dead == set(self._pids) - set(members), (
             f"{expected_dead} should have died, and {members} are left"
         )
@@ -208,11 +226,11 @@ class Parent:
             self._links[number].send_bytes(b"{}")
         return results
 
-    def _assign(self, members: Sequence[int]) -> None:
+    def _assign(self, members: Sequence[int], left_out: bool = False) -> None:
         self._generation += 1
         peers = [self._addresses[number] for number in members]
         for rank, number in enumerate(members):
-            assignment = {"generation": self._generation, "rank": rank, "peers": peers}
+            assignment = {"generation": self._generation, "rank": rank, "peers": peers, "left_out": left_out}
             assignment["hosts"] = [self._hosts[member] for member in members] if self._hosts else []
             with contextlib.suppress(BrokenPipeError):  # the rank is dying; the next read gets the end of file
                 self._links[number].send_bytes(json.dumps(assignment).encode())
@@ -225,8 +243,10 @@ class Parent:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-        for pid in self._pids.values():
+        for number, pid in self._pids.items():
             if pid:
+                if number in self._stopped:
+                    os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
 
@@ -317,7 +337,10 @@ class _AssignmentReceiver:
         self.generation = generation
         world = communicators[tuple(range(len(peers)))] = open_communicator(base_identity, rank, peers)
         hosts = tuple(assignment.get("hosts", ()))
-        return RankContext(self._arena, world, group, (rank, len(peers)), wait_reassignment, hosts=hosts)
+        left_out = assignment.get("left_out", False)
+        return RankContext(
+            self._arena, world, group, (rank, len(peers)), wait_reassignment, hosts=hosts, left_out=left_out
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -327,9 +350,11 @@ class _AssignmentReceiver:
 
 
 def _install_faults(
-    faults: Sequence[Fault], wait_here: Callable[[], None], die_with: Callable[[Sequence[int]], None]
+    faults: Sequence[Fault],
+    wait_here: Callable[[str], None],
+    die_with: Callable[[Sequence[int]], None],
 ) -> None:
-    """Patches the places so that this process dies or waits there."""
+    """Patches the places so that this process dies, waits or is stopped there."""
     for fault in faults:
         owner, name = PLACES[fault.place]
         original, count = getattr(owner, name), [0]
@@ -343,8 +368,8 @@ def _install_faults(
         ) -> Any:
             _count[0] += 1
             if _count[0] == _fault.occurrence:
-                if _fault.waits:
-                    wait_here()
+                if _fault.waits or _fault.stops:
+                    wait_here("stops" if _fault.stops else "waiting")
                 elif _fault.others:
                     die_with(_fault.others)
                 else:
@@ -381,8 +406,8 @@ def _run_rank(
                 buffer = arena.buffer(event.buffer)
                 snapshots.append(arena.read(buffer.address, event.bytes))
 
-        def wait_here() -> None:
-            send({"kind": "waiting"})
+        def wait_here(kind: str) -> None:
+            send({"kind": kind})
             assert receiver.membership_changed.wait(TIMEOUT_S), "the membership did not change"
 
         def die_with(others: Sequence[int]) -> None:

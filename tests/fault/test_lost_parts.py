@@ -162,6 +162,15 @@ def test_several_ranks_die(strategy: str, size: int, faults: list[Fault]) -> Non
     check_lost(strategy, size, faults)
 
 
+@pytest.mark.parametrize("occurrence", [2, 5], ids=["of the state", "of a gradient"])
+def test_a_rank_that_is_stopped_in_the_middle_of_a_copy_does_not_offer_it(occurrence: int) -> None:
+    """The owner goes on alone, so that its bytes change, and dies. The holder continues its copy, and is alone."""
+    faults = [Fault(1, "copies", occurrence, stops=True), Fault(0, "keeps", 6)]
+    results = run_with_faults(2, settings("pipeline:1f1b", **EPOCH), JOBS["mlp"], faults)
+    reference = "mlp", tuple(EPOCH.items())
+    check(results, alone(*reference), 1, alone_losses(*reference))
+
+
 OWNER_AND_HOLDER = [
     pytest.param("pipeline:1f1b", 4, Fault(1, "keeps", 4, others=(2,)), id="before replication"),
     pytest.param("pipeline:1f1b", 4, Fault(3, "settles", 3, others=(0,)), id="committed and not updated"),

@@ -43,6 +43,7 @@ struct hoop_endpoint {
     sem_t **own_rounds;     /* [2][rounds]: posted by peers, acquired here */
     sem_t **peer_rounds;    /* [2][rounds]: posted here */
     _Atomic uint64_t **entered;         /* [size]: how many barriers each rank has entered, in its segment */
+    _Atomic uint64_t **left;            /* [size]: not 0 once a rank has closed its endpoint, in its segment */
     _Atomic uint64_t *fingerprints[2];  /* [size] each: of the ranks' calls, in the segment of rank 0 */
     _Atomic uint32_t failed;            /* set by any thread of this process */
 };
@@ -293,6 +294,17 @@ static int all_entered(const struct hoop_endpoint *endpoint)
     return 1;
 }
 
+/* Whether a rank has closed its endpoint. It may have changed its memory since: what this rank has read there before
+   it calls this counts only if it returns 0. */
+static int any_left(const struct hoop_endpoint *endpoint)
+{
+    atomic_thread_fence(memory_order_acquire); /* what was read before is read before the words */
+    for (uint32_t rank = 0; rank < endpoint->size; rank++)
+        if (atomic_load_explicit(endpoint->left[rank], memory_order_relaxed))
+            return 1;
+    return 0;
+}
+
 static int barrier(struct hoop_endpoint *endpoint, uint32_t compares, uint64_t fingerprint, int64_t sleep_ns)
 {
     const uint32_t resumed = endpoint->posted_rounds;
@@ -301,6 +313,8 @@ static int barrier(struct hoop_endpoint *endpoint, uint32_t compares, uint64_t f
         endpoint->posted_rounds = 0;
         return HOOP_FAILED;
     }
+    if (!resumed && any_left(endpoint))
+        return HOOP_FAILED;
     uint32_t round = resumed ? resumed - 1 : 0;
     if (!resumed)
         endpoint->barriers++;

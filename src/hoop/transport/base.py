@@ -145,6 +145,14 @@ class Endpoint(ABC):
         be seen only when the message is received.
         """
 
+    def verify_reads(self) -> None:  # noqa: B027 - only some share memory
+        """Raises PeerLost if a rank that shares memory with this one has closed its endpoint.
+
+        Called after this rank has read in the memory of others, before what it has read counts. A rank that goes on
+        without others closes its endpoint before it changes its memory. So if this returns, what was read is whole,
+        even if this process was stopped meanwhile. Not needed if another barrier follows: it fails just so.
+        """
+
     @abstractmethod
     def abort(self, error: HoopError) -> None:
         """Makes the current wait, and every later call, raise ``error``."""
@@ -200,6 +208,7 @@ class SharedEndpoint(Endpoint):
     def barrier(self, deadline: float, call: Call | None = None, work: WaitingWork | None = None) -> None:
         """Returns when every rank has entered; memory that a rank wrote before is visible to all ranks afterwards.
 
+        Raises PeerLost if a rank has closed its endpoint before this one enters (see ``verify_reads``).
         With a ``call``, which all ranks must then pass, every rank raises CollectiveMismatch if any two calls differ.
         ``work``: is done, piece by piece, while this rank waits.
         """

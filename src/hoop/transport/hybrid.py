@@ -214,6 +214,10 @@ class HybridEndpoint(SpanningEndpoint):
             if links is not None:
                 links.endpoint.raise_failure()
 
+    def verify_reads(self) -> None:
+        if self.local is not None:
+            self.local.verify_reads()
+
     def abort(self, error: HoopError) -> None:
         if self.local is not None:
             # The other ranks of this host will see this rank as lost; this gives them the original cause.

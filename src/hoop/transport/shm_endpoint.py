@@ -12,6 +12,11 @@ semaphore of its links, when a peer connects or is lost, and by ``wake``; then i
 When a peer is lost, the listener's thread calls ``mark_lost``, which posts this rank's semaphores, so that a waiting
 thread wakes at once. Posts that the peer made before are still acquired first. A barrier that all ranks have entered is
 completed, also if it is resumed after the loss; the next one fails.
+
+A rank that reads a peer's memory may be stopped (SIGSTOP) meanwhile, and its peers go on without it: they close their
+endpoints, and change their memory. When it continues, its listener's thread may notice too late. So a rank that closes
+its endpoint first says so in its segment, and the others look there after they have read: in ``verify_reads``, and
+before they enter a barrier.
 """
 
 from __future__ import annotations
@@ -109,6 +114,8 @@ class ShmEndpoint(SharedEndpoint):
         self._own_barrier_count = own_segment.barrier_count
         self._barrier_counts = [self._own_barrier_count] * self.size
         """By rank: how many barriers it has entered, in its segment."""
+        self._left = [own_segment.left] * self.size
+        """By rank: not 0 once it has closed its endpoint, in its segment."""
         self._ready = self.size == 1
         self._barriers = 0
         """How many barriers this rank has entered."""
@@ -156,6 +163,7 @@ class ShmEndpoint(SharedEndpoint):
                 self.segments[peer] = segment
                 self.arenas[peer] = arena
                 self._barrier_counts[peer] = segment.barrier_count
+                self._left[peer] = segment.left
                 for turn in (0, 1):
                     self._peer_round_semaphores[turn].update(by_turn[turn])
                 self._outgoing[peer].peer_activity = activity
@@ -189,7 +197,9 @@ class ShmEndpoint(SharedEndpoint):
         """Posts every semaphore on which this rank may wait for these peers; a waiting thread then finds the error."""
         with self._peers_changed:
             links = [self._incoming[peer].filled for peer in peers if peer in self._incoming]
-            links += [self._outgoing[peer].free for peer in peers if peer in self._outgoing]
+            for peer in [peer for peer in peers if peer in self._outgoing]:
+                self._outgoing[peer].stopped = True
+                links.append(self._outgoing[peer].free)
             for semaphore in (*self._own_round_semaphores[0], *self._own_round_semaphores[1], *links, self._activity):
                 semaphore.post()
             self._peers_changed.notify_all()
@@ -409,15 +419,15 @@ class ShmEndpoint(SharedEndpoint):
             if code := self.native.enter(call):
                 self.complete_native(code, partial(self.native.enter, call), deadline, call)
             return
-        if self._failed:
-            if not self._posted_rounds:
-                raise self._error or self._peer_lost(next(iter(self._lost_peers)))
-            self._check_all_entered()
         if self._posted_rounds:
+            if self._failed:
+                self._check_all_entered()
             self._acquire_missed_post(deadline)
             steps, self._posted_rounds = self._steps[self._barriers & 1][self._posted_rounds :], 0
             fingerprints = self._fingerprints[self._barriers & 1]
         else:
+            if self._failed or self._has_left_peer():
+                raise self._error or self._peer_lost(next(iter(self._lost_peers)))
             self._barriers = number = self._barriers + 1
             turn = number & 1
             steps, fingerprints = self._steps[turn], self._fingerprints[turn]
@@ -444,6 +454,7 @@ class ShmEndpoint(SharedEndpoint):
                 raise self.deadline_exceeded(self._first_absent() or 0, "waiting for")
             code = resume(1 + int(min(left, _MAX_SLEEP_S) * 1e9))
         if code == native_library.FAILED:
+            self._has_left_peer()
             absent = self._first_absent()
             lost = absent if absent in self._lost_peers else next(iter(self._lost_peers), self.rank)
             raise self._error or self._peer_lost(lost)
@@ -458,6 +469,21 @@ class ShmEndpoint(SharedEndpoint):
             raise self.deadline_exceeded(self._first_absent() or 0, "waiting for")
         if self._failed:
             self._check_all_entered()
+
+    def verify_reads(self) -> None:
+        if self._has_left_peer():
+            raise self._error or self._peer_lost(next(iter(self._lost_peers)))
+
+    def _has_left_peer(self) -> bool:
+        """Whether a rank has closed its endpoint. Such a peer is lost; the listener's thread may not know it yet."""
+        found = False
+        for peer, word in enumerate(self._left):
+            if word[0]:
+                self._lost_peers.setdefault(peer, "is gone")
+                found = True
+        if found:
+            self._set_failed()
+        return found
 
     def _first_absent(self) -> int | None:
         """The lowest rank that has not entered the current barrier."""
@@ -510,6 +536,7 @@ class ShmEndpoint(SharedEndpoint):
         self._wake_waits(range(self.size))
 
     def close(self) -> None:
+        self.segments[self.rank].left[0] = 1
         self._on_close(self)
         self.abort(PeerLost(f"rank {self.global_ranks[self.rank]}: this endpoint is closed"))
         self._unlink_semaphores()

@@ -37,6 +37,8 @@ class RingWriter:
         self._activity = activity
         self.peer_activity: Semaphore | None = None
         """The receiver's activity semaphore; None until this rank has opened the receiver's memory."""
+        self.stopped = False
+        """Set by any thread before it posts ``free`` only to wake the sender: the receiver may still read the block."""
         self._number = 0
         self.queue: deque[PendingBuffers] = deque()
 
@@ -57,7 +59,7 @@ class RingWriter:
         return self._number > before
 
     def _acquire_free(self) -> bool:
-        if not self.free.acquire(False):
+        if not self.free.acquire(False) or self.stopped:
             return False
         self._activity.acquire(False)
         return True

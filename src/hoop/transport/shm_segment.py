@@ -35,6 +35,7 @@ PAGE = 4096
 CONTROL_WORDS = 8
 """How many 64-bit numbers a rank can publish to its peers with each barrier."""
 _NATIVE_WORD = 8 + 2 * CONTROL_WORDS
+_LEFT_WORD = _NATIVE_WORD + 1
 SLOT_BYTES = 16 * 1024
 STAGE_BYTES = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
@@ -115,6 +116,8 @@ class ShmSegment:
         self.control_words = [control[8 + turn * CONTROL_WORDS : 8 + (turn + 1) * CONTROL_WORDS] for turn in (0, 1)]
         self.native_identity = memoryview(control[_NATIVE_WORD : _NATIVE_WORD + 1])  # type: ignore[arg-type]
         """Which native core its owner has (``NativeLibrary.identity``); 0: none."""
+        self.left = memoryview(control[_LEFT_WORD : _LEFT_WORD + 1])  # type: ignore[arg-type]
+        """Not 0 once its owner has closed its endpoint: from then on it may change what peers read in its memory."""
         self._call_text = memory[_CALL_TEXT_AT:_ABORT_REASON_AT]
         self._abort_reason = memory[_ABORT_REASON_AT:PAGE]
         first, width = _calls_at(ranks), _calls_bytes(ranks)

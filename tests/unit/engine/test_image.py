@@ -48,7 +48,7 @@ def test_a_replica_that_repeats_the_updates_has_the_same_bits(tmp_path: Path, op
         def receive(into: memoryview) -> None:
             into[:] = next(incoming).data
 
-        replica.receive_state(receive, 0)
+        replica.receive_state(receive, lambda: None, 0)
         for step in range(STEPS):
             total[:] = random_vector()
             replica.totals[0][:] = total

@@ -132,6 +132,8 @@ class ShardedStateManager:
         """
         setup = self._setup
         assert setup is not None, "there were steps"
+        # The steps have read other ranks' memory (gradients, weights): no version counts that is made of a mixture.
+        context.communicator.endpoint.verify_reads()
         if replicates_gradients(setup.role):
             self._pending_step = done
         else:

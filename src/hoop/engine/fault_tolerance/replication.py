@@ -8,6 +8,11 @@ No rank updates before all ranks have synchronized, and at that point every hold
 lost, either no rank has updated, and every state exists as of before the step, at its owner or at the holder; or every
 rank can update, and every state exists as of after the step. ``membership/recovery.py`` decides which.
 
+A holder on the same host copies from the owner's arena. It may be stopped (SIGSTOP) in the middle of a copy, be
+evicted, and continue when the owner has gone on without it and its bytes are others. Later it may be the only one that
+has a replica. So a copy counts only after ``verify_reads``: the owner has not left the generation, which it does before
+it changes a byte.
+
 A replica has the same vectors as its owner, so the same update works on them:
 
     | weights | moment 0 | moment 1 |   per stage, or per server shard   | counters, untrained tensors |
@@ -233,10 +238,13 @@ class Replica:
         offset, count = self._layout.vectors[number]
         return self._data[offset : offset + count].view(np.float32)
 
-    def receive_state(self, receive: Receive, step: int, arena: Bytes | None = None) -> None:
+    def receive_state(
+        self, receive: Receive, verify_reads: Callable[[], None], step: int, arena: Bytes | None = None
+    ) -> None:
         """Receives the owner's whole state after ``step``. Invalid until all of it has arrived.
 
         ``arena``: the owner's, if it sends where in it each vector is; -1 for one that is elsewhere, and sent.
+        ``verify_reads``: raises if the owner may have changed its memory meanwhile (``Endpoint.verify_reads``).
         """
         self.shard.step = NO_STEP
         places = np.full(len(self._layout.vectors), -1, np.int64)
@@ -245,9 +253,10 @@ class Replica:
         for (offset, count), place in zip(self._layout.vectors, places.tolist(), strict=True):
             into = self._data[offset : offset + count]
             if arena is not None and place >= 0:
-                np.copyto(into, arena[place : place + count])
+                copy_from_arena(into, arena, place)
             elif count:
                 receive(into.data)
+        verify_reads()
         for one in self._stages:
             one.on_arena_change()
         self.shard.step = step
@@ -360,7 +369,8 @@ class Replicator:
                 replicas[0].schedule_update(step, rate)
             else:
                 replicas.append(replicas.pop(0))
-                replicas[-1].receive_state(receive, step, self._arenas[owner] if self._copies_directly else None)
+                arena = self._arenas[owner] if self._copies_directly else None
+                replicas[-1].receive_state(receive, self._endpoint.verify_reads, step, arena)
         self._endpoint.flush(deadline)
         if self._copies_directly and not gradients:
             # The next forward changes buffers (a batch norm's running mean) in the memory that holders copy.
@@ -402,7 +412,8 @@ class Replicator:
         if offsets.size:
             receive(offsets.view(np.uint8).data)
             for offset, total in zip(offsets.tolist(), totals, strict=True):
-                np.copyto(total, self._arenas[owner][offset : offset + total.nbytes].view(np.float32))
+                copy_from_arena(total.view(np.uint8), self._arenas[owner], offset)
+            self._endpoint.verify_reads()
         for total in totals if not self._arenas else ():
             if total.size:
                 receive(total.view(np.uint8).data)
@@ -427,6 +438,11 @@ class Replicator:
         if self._own_copy is not None and self._own_copy.step != NO_STEP:
             found.append(self._own_copy.clone())
         return found
+
+
+def copy_from_arena(into: Bytes, arena: Bytes, place: int) -> None:
+    """Copies what another rank has at ``place`` of its arena; ``verify_reads`` must follow before it counts."""
+    np.copyto(into, arena[place : place + into.nbytes])
 
 
 def _address(array: Array) -> int:
