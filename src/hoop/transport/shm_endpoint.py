@@ -476,14 +476,16 @@ class ShmEndpoint(SharedEndpoint):
 
     def _has_left_peer(self) -> bool:
         """Whether a rank has closed its endpoint. Such a peer is lost; the listener's thread may not know it yet."""
-        found = False
+        for word in self._left:  # called by every barrier
+            if word[0]:
+                break
+        else:
+            return False
         for peer, word in enumerate(self._left):
             if word[0]:
                 self._lost_peers.setdefault(peer, "is gone")
-                found = True
-        if found:
-            self._set_failed()
-        return found
+        self._set_failed()
+        return True
 
     def _first_absent(self) -> int | None:
         """The lowest rank that has not entered the current barrier."""
