@@ -12,7 +12,7 @@ import functools
 import hashlib
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,10 @@ class EarlierSetup:
     resharding: bool = False
     """The membership has changed since the strategy was chosen. The strategy is adapted to as many of the ranks as it
     can use, and the model's initial weights need not be equal everywhere."""
+    movable_bytes: int = 0
+    """Bytes of the arena that ``make_room`` can free."""
+    make_room: Callable[[int], None] = lambda needed: None
+    """Called, with the bytes that this rank needs, before any of them are allocated."""
 
 
 def prepare(
@@ -215,7 +219,7 @@ def _prepare(
     if not resharding and accelerator is None and may_choose(context, settings, strategy):
         strategy, plan, found, free = _choose_update(context, settings, strategy, costs, blocks)
     else:
-        found, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
+        found, free = _partition(context, settings, strategy, costs, plan, blocks, earlier)
     bounds = [stage.blocks.start for stage in found.stages]
     resident = accelerator is not None and strategy.replicated
     if accelerator is not None:
@@ -328,7 +332,7 @@ def _prepare_custom(
     rounding = _check_same_on_all_ranks(context, settings, model, data, f"{loss.returns} {loss.metric_names}")
 
     def check_memory(costs: list[Block]) -> None:
-        _partition(context, settings, strategy, costs, plan, [model], resharding=False)
+        _partition(context, settings, strategy, costs, plan, [model], EarlierSetup())
 
     executor, role, costs = prepare_parts(context, settings, job, data, vectors, model, plan, accelerator, check_memory)
     if context.inject_faults is not None:
@@ -350,7 +354,7 @@ def _choose_update(
     for one in (sharded, strategy) if faster else (strategy, sharded):
         plan = one.plan(context.size, settings.num_microbatches)
         try:
-            return one, plan, *_partition(context, settings, one, costs, plan, blocks, resharding=False)
+            return one, plan, *_partition(context, settings, one, costs, plan, blocks, EarlierSetup())
         except FailedPrecondition as error:
             errors[one.replicated] = error
     raise errors[True]
@@ -473,16 +477,17 @@ def _partition(
     costs: list[Block],
     plan: Plan,
     blocks: list[nn.Module],
-    resharding: bool,
+    earlier: EarlierSetup,
 ) -> tuple[Fit, int]:
     """Collective. The partition, and the bytes of this rank's arena that remain free.
 
     A rank that sets up alone is checked for the ranks that it will train with, as if they all had its memory.
     Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
-    devices (``resharding``) goes on even if its snapshots may not fit any more.
+    devices (``earlier.resharding``) goes on even if its snapshots may not fit any more.
     """
     gradients = gradient_memory_for(settings.balance, clipped=bool(settings.optimizer.clip))
-    mine = np.array([context.arena.capacity - context.arena.used], np.int64)
+    used = context.arena.used - earlier.movable_bytes
+    mine = np.array([context.arena.capacity - used], np.int64)
     free = np.zeros(context.size, np.int64)
     context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
     memory = [int(one) for one in free]
@@ -497,12 +502,12 @@ def _partition(
         unlimited = fit(
             strategy, plan, costs, [None] * plan.size, cuts=settings.cut or None, gradient_buffers=gradients
         )
-        needed = context.arena.used + _enough_memory(context, plan, unlimited, costs, replicas)
+        needed = used + _enough_memory(context, plan, unlimited, costs, replicas)
         raise FailedPrecondition(f"{error}. {advice(others, needed)}") from None
     if replicas:
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory, replicas)
-    if not resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
-        needed = context.arena.used + _enough_memory(context, plan, found, costs, replicas)
+    if not earlier.resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
+        needed = used + _enough_memory(context, plan, found, costs, replicas)
         copies = _copies_bytes(context, plan, found, costs, replicas)
         _check_snapshots(settings, plan, found, costs, memory, copies, needed)
     bounds = [stage.blocks.start for stage in found.stages]
@@ -516,6 +521,7 @@ def _partition(
     if plan.sharded_update:
         spare -= _copies_bytes(context, plan, found, costs, replicas)[context.rank]
         spare -= 2 * _snapshot_bytes(plan, found, costs)[context.rank]
+    earlier.make_room(_enough_memory(context, plan, found, costs, replicas))
     return found, max(0, spare)
 
 
