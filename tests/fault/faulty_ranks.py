@@ -112,15 +112,17 @@ def run_with_faults(
     joins: int = 0,
     scheme: str = "shm",
     hosts: str = "",
+    memory: int = ARENA_BYTES,
 ) -> dict[int, RankResult]:
     """Runs the job; returns the results of the surviving ranks by their initial number (joining ranks come last).
 
     ``joins``: number of ranks that join later. ``hosts``: one letter per rank, its host; empty: all on one host.
+    ``memory``: bytes of each rank's arena.
     """
     torch.set_num_threads(1)
     import_for_ranks()
     job.data()
-    parent = Parent(scheme, settings, job, faults, hosts)
+    parent = Parent(scheme, settings, job, faults, hosts, memory)
     try:
         for number in range(size + joins):
             parent.fork(number, joining=number >= size)
@@ -132,8 +134,16 @@ def run_with_faults(
 class Parent:
     """Does what the coordinator does for devices: assigns ranks, and again after ranks were lost or join."""
 
-    def __init__(self, scheme: str, settings: Settings, job: Job, faults: Sequence[Fault], hosts: str = "") -> None:
-        self._child = partial(_run_rank, scheme, settings, job)
+    def __init__(
+        self,
+        scheme: str,
+        settings: Settings,
+        job: Job,
+        faults: Sequence[Fault],
+        hosts: str = "",
+        memory: int = ARENA_BYTES,
+    ) -> None:
+        self._child = partial(_run_rank, scheme, settings, job, memory)
         self._faults, self._hosts = faults, hosts
         self._links: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
@@ -380,12 +390,12 @@ def _install_faults(
 
 
 def _run_rank(
-    scheme: str, settings: Settings, job: Job, link: Connection, faults: Sequence[Fault], joining: bool
+    scheme: str, settings: Settings, job: Job, memory: int, link: Connection, faults: Sequence[Fault], joining: bool
 ) -> None:
     torch.set_num_threads(1)
     engine_reporter.EMIT_S = TIMEOUT_S  # as late as possible: events not yet emitted are lost when the rank dies
     with tempfile.TemporaryDirectory() as folder:
-        arena = Arena.create(f"{folder}/arena", ARENA_BYTES)
+        arena = Arena.create(f"{folder}/arena", memory)
         local = Address("127.0.0.1", 0)
         transport: Transport = (
             ShmTransport(local, arena) if scheme == "shm" else open_transport(f"{scheme}://127.0.0.1:0")

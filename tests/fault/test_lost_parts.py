@@ -171,6 +171,15 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_copy_does_not_offer_it(occurr
     check(results, alone(*reference), 1, alone_losses(*reference))
 
 
+def test_versions_leave_an_arena_in_which_the_new_part_has_no_room_beside_them() -> None:
+    """The memory is hardly more than the rank that remains needs for the whole model."""
+    results = run_with_faults(
+        2, settings("pipeline:1f1b", **EPOCH), JOBS["mlp"], [Fault(1, "keeps", 4)], memory=int(4.7 * 2**20)
+    )
+    reference = "mlp", tuple(EPOCH.items())
+    check(results, alone(*reference), 1, alone_losses(*reference))
+
+
 OWNER_AND_HOLDER = [
     pytest.param("pipeline:1f1b", 4, Fault(1, "keeps", 4, others=(2,)), id="before replication"),
     pytest.param("pipeline:1f1b", 4, Fault(3, "settles", 3, others=(0,)), id="committed and not updated"),

@@ -7,7 +7,8 @@ the same partition from the same costs and the same free memory, and raise alike
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
@@ -39,6 +40,15 @@ from hoop.strategies.memory_fit import (
 )
 
 
+@dataclass(frozen=True)
+class KeptVersions:
+    """Versions of the state of before a membership change, which stay in the arena where there is room for them."""
+
+    bytes: int
+    make_room: Callable[[int], None]
+    """``make_room(needed)`` moves versions out of the arena until ``needed`` bytes are free in one piece."""
+
+
 def partition(
     context: RankContext,
     settings: Settings,
@@ -46,16 +56,18 @@ def partition(
     costs: list[Block],
     plan: Plan,
     blocks: list[nn.Module],
-    resharding: bool,
+    kept: KeptVersions | None = None,
 ) -> tuple[Fit, int]:
     """Collective. The partition, and the bytes of this rank's arena that remain free.
 
     A rank that sets up alone is checked for the ranks that it will train with, as if they all had its memory.
-    Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
-    devices (``resharding``) goes on even if its snapshots may not fit any more.
+    Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. After a
+    membership change (``kept``) a run goes on even if its snapshots may not fit any more. The versions that are kept
+    count as free, and make room before this rank allocates anything.
     """
     gradients = gradient_memory_for(settings.balance, clipped=bool(settings.optimizer.clip))
-    mine = np.array([context.arena.capacity - context.arena.used], np.int64)
+    used = context.arena.used - (kept.bytes if kept is not None else 0)
+    mine = np.array([context.arena.capacity - used], np.int64)
     free = np.zeros(context.size, np.int64)
     context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
     memory = [int(one) for one in free]
@@ -70,12 +82,12 @@ def partition(
         unlimited = fit(
             strategy, plan, costs, [None] * plan.size, cuts=settings.cut or None, gradient_buffers=gradients
         )
-        needed = context.arena.used + _enough_memory(context, plan, unlimited, costs, replicas)
+        needed = used + _enough_memory(context, plan, unlimited, costs, replicas)
         raise FailedPrecondition(f"{error}. {advice(others, needed)}") from None
     if replicas:
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory, replicas)
-    if not resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
-        needed = context.arena.used + _enough_memory(context, plan, found, costs, replicas)
+    if kept is None and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
+        needed = used + _enough_memory(context, plan, found, costs, replicas)
         copies = _copies_bytes(context, plan, found, costs, replicas)
         check_snapshots(settings, plan, found, costs, memory, copies, needed)
     bounds = [stage.blocks.start for stage in found.stages]
@@ -89,6 +101,8 @@ def partition(
     if plan.sharded_update:
         spare -= _copies_bytes(context, plan, found, costs, replicas)[context.rank]
         spare -= 2 * _snapshot_bytes(plan, found, costs)[context.rank]
+    if kept is not None:
+        kept.make_room(_enough_memory(context, plan, found, costs, replicas))
     return found, max(0, spare)
 
 

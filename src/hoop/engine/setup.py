@@ -37,7 +37,7 @@ from hoop.engine.custom.setup import check_strategy, prepare_parts
 from hoop.engine.executor import PartitionedModel, PlanExecutor, RankRuntime
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
-from hoop.engine.partitioning import check_gpu_memory, future_plan, needed_gpu_bytes, partition
+from hoop.engine.partitioning import KeptVersions, check_gpu_memory, future_plan, needed_gpu_bytes, partition
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
 from hoop.engine.roles.resident import ResidentRole
@@ -150,9 +150,17 @@ class EarlierSetup:
     """The job's model; None: it is built."""
     costs: list[Block] | None = None
     """The costs of its blocks, if this rank has measured them."""
-    resharding: bool = False
-    """The membership has changed since the strategy was chosen. The strategy is adapted to as many of the ranks as it
-    can use, and the model's initial weights need not be equal everywhere."""
+    kept_versions: KeptVersions | None = None
+    """Versions of the state that are in the arena after a membership change; None: the run starts."""
+
+    @property
+    def resharding(self) -> bool:
+        """The membership has changed since the strategy was chosen.
+
+        The strategy is adapted to as many of the ranks as it can use, and the model's initial weights need not be equal
+        everywhere.
+        """
+        return self.kept_versions is not None
 
 
 def prepare(
@@ -199,7 +207,7 @@ def _prepare(runtime: RankRuntime, job: Job, data: Splits, earlier: EarlierSetup
     if not resharding and accelerator is None and may_choose(context, settings, strategy):
         strategy, plan, found, free = _choose_update(context, settings, strategy, costs, blocks)
     else:
-        found, free = partition(context, settings, strategy, costs, plan, blocks, resharding)
+        found, free = partition(context, settings, strategy, costs, plan, blocks, earlier.kept_versions)
     bounds = [stage.blocks.start for stage in found.stages]
     resident = accelerator is not None and strategy.replicated
     if accelerator is not None:
@@ -297,7 +305,7 @@ def _prepare_custom(runtime: RankRuntime, job: Job, data: Splits, model: nn.Modu
     rounding = _check_same_on_all_ranks(context, settings, model, data, f"{loss.returns} {loss.metric_names}")
 
     def check_memory(costs: list[Block]) -> None:
-        partition(context, settings, strategy, costs, plan, [model], resharding=False)
+        partition(context, settings, strategy, costs, plan, [model])
 
     executor, role, costs = prepare_parts(runtime, job, data, model, plan, check_memory)
     if context.inject_faults is not None:
@@ -319,7 +327,7 @@ def _choose_update(
     for one in (sharded, strategy) if faster else (strategy, sharded):
         plan = one.plan(context.size, settings.num_microbatches)
         try:
-            return one, plan, *partition(context, settings, one, costs, plan, blocks, resharding=False)
+            return one, plan, *partition(context, settings, one, costs, plan, blocks)
         except FailedPrecondition as error:
             errors[one.replicated] = error
     raise errors[True]

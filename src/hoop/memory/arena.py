@@ -262,6 +262,11 @@ class Arena:
         """Allocated bytes."""
         return self._allocator.used
 
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest piece that can be allocated."""
+        return self._allocator.largest_free
+
     # Addresses -------------------------------------------------------------------------------------------
 
     def check(self, address: int, size: int, align: int = 1) -> int:

@@ -54,7 +54,7 @@ def test_a_replica_that_repeats_the_updates_has_the_same_bits(tmp_path: Path, op
             replica.totals[0][:] = total
             replica.counters[:] = (counter + 1).numpy().view(np.uint8)
             replica.schedule_update(step + 1, 0.01)
-            before = [version.step for version in replica.clone_versions()]
+            before = [version.step for version in replica.versions()]
             apply_update(update, weights, TRAINED, total, 0.01, step)
             counter += 1
             assert before == [step, step + 1]

@@ -11,8 +11,10 @@ The trainer of a rank that holds a part of the model calls, in this order:
     ensure_replicated, synchronize, confirm
                                  every rank has its new shard, replicated; the saved copies can go
 
-``reshard`` copies every consistent version of the state out of the arena first, and keeps the copies until the next
-``confirm`` or ``commit``. A second loss during recovery therefore finds the same versions as the first.
+``reshard`` keeps every consistent version of the state until the next ``confirm`` or ``commit``. A second loss during
+recovery therefore finds the same versions as the first. A version stays in the arena, where it is, if the new partition
+has room beside it, in one piece; so the vectors of the new partition are never scattered over the gaps between older
+ones. Otherwise it is copied to private memory, which takes longer: the kernel has to find and clear the pages.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from hoop.engine.fault_tolerance.recovery import agree_on_recovery, collect
 from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replicator, replicates_gradients
 from hoop.engine.fault_tolerance.state_slices import StateShard, shard_of_tensors, whole_state
 from hoop.engine.job import Job, blocks_of
+from hoop.engine.partitioning import KeptVersions
 from hoop.engine.settings import Settings
 from hoop.engine.setup import EarlierSetup, TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
@@ -64,7 +67,9 @@ class ShardedStateManager:
         self._live_step = self._pending_step = NO_STEP
         """Step of the live state; step it will have after the pending commit."""
         self._saved = list(arena_shards)
-        """Consistent versions of state that this rank can offer, in private memory."""
+        """Consistent versions of state that this rank can offer, in private memory …"""
+        self._in_arena: list[StateShard] = []
+        """… and those in vectors of earlier partitionings."""
         self._fresh_start, self._joining, self._left_out, self._reshard_count = False, True, False, 0
         self._written_by_peers: set[int] = set()
         """Numbers of the partitionings whose totals other ranks write: those in which a stage has several holders."""
@@ -178,13 +183,15 @@ class ShardedStateManager:
         ``done``, ``epoch_end``, ``stopped``: for ``RankStatus``. Raises ``StateLost`` if no step is complete. After any
         error it can be called again, for the next generation.
         """
-        self._save_and_free()
-        steps = [one.step for one in self._saved]
+        self._keep_versions()
+        steps = [one.step for one in self._versions]
         self._vectors.append(self._vectors[0].child(f"cut{len(self._vectors)}."))
         reused = self._model_without_weights(steps)
         model, self.initial_model = reused or self.initial_model, None
         costs = self._setup.blocks if self._setup is not None else None
-        earlier = EarlierSetup(model, costs, resharding=True)
+        places = self._kept_places()
+        movable = sum(vectors.bytes_with(places) for vectors in self._vectors)
+        earlier = EarlierSetup(model, costs, KeptVersions(movable, self._make_room))
         setup = prepare(context, self._settings, self._job, self._data, self._vectors[-1], earlier)
         try:
             plan = self._load_shard(context, setup, done, epoch_end, stopped)
@@ -204,13 +211,13 @@ class ShardedStateManager:
     ) -> RecoveryPlan:
         """Collective. Agree on the newest complete state, and load the part of it that ``setup`` holds."""
         settings, timeout = self._settings, self._settings.timeout_s
-        offers = [(one.step, one.slices) for one in self._saved]
+        offers = [(one.step, one.slices) for one in self._versions]
         if self._joining:
             # Later than any count so far, should no survivor know it: there was at most one per generation.
             self._reshard_count = context.communicator.endpoint.generation
         self._left_out = self._left_out or context.left_out
         if self._joining:  # arenas and checkpoints contain only steps that all ranks have done
-            done = max((one.step for one in self._saved), default=NO_STATE)
+            done = max((one.step for one in self._versions), default=NO_STATE)
         status = RankStatus(
             context.device,
             done,
@@ -226,7 +233,7 @@ class ShardedStateManager:
         plan = agree_on_recovery(context.communicator, status, whole, timeout)
         if plan.sources:
             targets = setup.role.restore_targets(setup.model)
-            found, source = collect(context, plan, self._saved, targets, timeout)
+            found, source = collect(context, plan, self._versions, targets, timeout)
             setup.role.restore(setup.model, found, plan.step)
             plan = replace(plan, source="" if status.survived else source)
         return plan
@@ -243,26 +250,55 @@ class ShardedStateManager:
         release_tensors(blocks_of(last.model))
         return last.model
 
-    def _save_and_free(self) -> None:
-        """Copy every consistent version of the state out of the arena before freeing it.
+    @property
+    def _versions(self) -> list[StateShard]:
+        """All versions of state that this rank can offer."""
+        return [*self._saved, *self._in_arena]
 
-        That is the committed one, and the pending one, which a lost rank may have committed.
+    def _keep_versions(self) -> None:
+        """Keep every consistent version of the state, and free the rest of the arena.
+
+        That is the committed one, and the pending one, which a lost rank may have committed. Where there is a pending
+        one, its update overwrites the committed one, of which a copy is made.
         """
-        setup = self._setup
-        if setup is not None and self._live_step != NO_STEP:
-            self._saved.append(StateShard.copy_of(setup.role.live_slices(setup.model), self._live_step))
+        setup, step = self._setup, self._live_step
         if setup is not None and self._pending_step != NO_STEP:
+            assert step != NO_STEP, "an update is pending that can be made"
+            self._saved.append(StateShard.copy_of(setup.role.live_slices(setup.model), step))
             setup.executor.deferred_updates.apply_all()
-            self._saved.append(StateShard.copy_of(setup.role.live_slices(setup.model), self._pending_step))
+            step = self._pending_step
+        if setup is not None and step != NO_STEP:
+            live = setup.role.live_slices(setup.model)
+            shard, elsewhere = StateShard.in_place(live, step, self._vectors[0].memory)
+            self._in_arena.append(shard)
+            self._saved += [elsewhere] if elsewhere.slices else []
         self._live_step = self._pending_step = NO_STEP
         if self._replicator is not None:
-            self._saved += self._replicator.clone_versions()
+            memory = self._vectors[0].memory
+            for one in self._replicator.versions():
+                (self._in_arena if np.may_share_memory(one.data, memory) else self._saved).append(one)
             self._replicator = self._own_copies = None
         if setup is not None:
+            setup.executor.channel.idle_work = None  # it would update a replica that is kept
             setup.executor.close()
-        for index, vectors in enumerate(self._vectors):
+        self._free(self._vectors)
+
+    def _kept_places(self) -> list[int]:
+        """Where the versions in the arena are."""
+        return [place for one in self._in_arena for place in one.places]
+
+    def _free(self, partitionings: Sequence[StateVectors]) -> None:
+        """Free the vectors of these partitionings, from the first on, in which no version is kept."""
+        places = self._kept_places()
+        for index, vectors in enumerate(partitionings):
             # A rank that was presumed dead may still write to the old total buffers.
-            vectors.free(keep_suffix="total" if index in self._written_by_peers else "")
+            vectors.free("total" if index in self._written_by_peers else "", places)
+
+    def _make_room(self, needed: int) -> None:
+        """Move versions out of the arena, replicas first, until ``needed`` bytes are free in one piece."""
+        while self._in_arena and self._vectors[0].largest_free < needed:
+            self._saved.append(self._in_arena.pop().clone())
+            self._free(self._vectors[:-1])
 
     def confirm(self, plan: RecoveryPlan) -> None:
         """Called when every rank has its new shard, replicated: this rank is a survivor in the next recovery."""
@@ -270,8 +306,11 @@ class ShardedStateManager:
         self.release()
 
     def release(self) -> None:
-        """Drop the saved versions."""
+        """Drop the kept versions."""
         self._saved = []
+        if self._in_arena:
+            self._in_arena = []
+            self._free(self._vectors[:-1])
 
     def close(self) -> None:
         for vectors in [*self._vectors, self._log_vectors]:

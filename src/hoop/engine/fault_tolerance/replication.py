@@ -281,15 +281,16 @@ class Replica:
         self.shard.step = step
         return True
 
-    def clone_versions(self) -> list[StateShard]:
-        """Copies of every consistent version in private memory: the present one, and that after the pending update."""
-        found = [self._clone()] if self.shard.step != NO_STEP else []
-        return found + ([self._clone()] if self.apply_update() else [])
+    def versions(self) -> list[StateShard]:
+        """Every consistent version: the newest one in the arena, and before that a copy if an update was pending."""
+        found = [] if self._pending is None or self.shard.step == NO_STEP else [self._downloaded().clone()]
+        self.apply_update()
+        return found + ([self._downloaded()] if self.shard.step != NO_STEP else [])
 
-    def _clone(self) -> StateShard:
+    def _downloaded(self) -> StateShard:
         for one in self._stages:
             one.download()
-        return self.shard.clone()
+        return self.shard
 
 
 class Replicator:
@@ -300,7 +301,7 @@ class Replicator:
         replicate         every commit: collective, between the step's reduction and its update
         apply_updates     whenever this rank waits for messages, and before the next ``replicate``
         save_own_state    asynchronous strategies: before steps that update without synchronizing
-        clone_versions    after a membership change: everything that is consistent, out of the arena
+        versions          after a membership change: everything that is consistent
     """
 
     def __init__(
@@ -430,13 +431,11 @@ class Replicator:
         if self._own_copy is not None and self._own_copy.step != step:
             self._own_copy.copy_from(self._role.live_slices(self._model), step)
 
-    def clone_versions(self) -> list[StateShard]:
-        """Copies of every consistent version of the replicas, and of ``save_own_state``'s copy, in private memory."""
-        found = [
-            one for replicas in self._replicas.values() for replica in replicas for one in replica.clone_versions()
-        ]
+    def versions(self) -> list[StateShard]:
+        """Every consistent version of the replicas, and ``save_own_state``'s copy. The last call of all."""
+        found = [one for replicas in self._replicas.values() for replica in replicas for one in replica.versions()]
         if self._own_copy is not None and self._own_copy.step != NO_STEP:
-            found.append(self._own_copy.clone())
+            found.append(self._own_copy)
         return found
 
 

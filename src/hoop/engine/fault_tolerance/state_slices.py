@@ -141,7 +141,28 @@ class StateShard:
 
     def clone(self) -> StateShard:
         """A copy in private memory, for when the arena's buffer is needed otherwise."""
-        return StateShard(self.slices, self.data.copy(), self.step, list(self._offsets.values()))
+        copy = StateShard(self.slices, np.empty(bytes_of(self.slices), np.uint8), self.step)
+        for spec in self.slices:
+            copy[spec][:] = self[spec]
+        return copy
+
+    @property
+    def places(self) -> list[int]:
+        """Where in this process's memory each slice begins."""
+        return [_address(self.data) + offset for spec, offset in self._offsets.items() if spec.bytes]
+
+    @classmethod
+    def in_place(cls, state: Sequence[LiveSlice], step: int, memory: Bytes) -> tuple[StateShard, StateShard]:
+        """The live state after ``step`` where it is in ``memory``, and a copy of the slices that are elsewhere."""
+        inside, offsets, elsewhere = [], [], []
+        for one in state:
+            offset = one.elements.data_ptr() - _address(memory)
+            if 0 <= offset < memory.nbytes and one.elements.is_contiguous():
+                inside.append(one)
+                offsets.append(offset)
+            else:
+                elsewhere.append(one)
+        return cls(specs_of(inside), memory, step, offsets), cls.copy_of(elsewhere, step)
 
     @classmethod
     def copy_of(cls, state: Sequence[LiveSlice], step: int) -> StateShard:
@@ -150,6 +171,10 @@ class StateShard:
         shard = cls(slices, np.empty(bytes_of(slices), np.uint8))
         shard.copy_from(state, step)
         return shard
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])
 
 
 def whole_state(model: nn.Module, moments: int) -> dict[str, int]:

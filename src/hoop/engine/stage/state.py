@@ -164,9 +164,35 @@ class StateVectors:
         self._names.append(record.name)
         return record
 
-    def free(self, keep_suffix: str = "") -> None:
-        """Free all vectors and records, except those whose name ends with ``keep_suffix``."""
-        kept = [name for name in self._names if keep_suffix and name.endswith(keep_suffix)]
+    @property
+    def memory(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """All of the arena's memory."""
+        return self._arena.array(self._arena.min_address, dtype("uint8"), self._arena.capacity)
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the arena that are free in one piece."""
+        return self._arena.largest_free
+
+    def bytes_with(self, places: Sequence[int]) -> int:
+        """Bytes of the vectors that contain one of these places in this process's memory."""
+        return sum(self._arena.buffer(name).size for name in self._names if self._contains(name, places))
+
+    def _contains(self, name: str, places: Sequence[int]) -> bool:
+        buffer = self._arena.buffer(name)
+        start = int(self.memory.__array_interface__["data"][0]) + buffer.address - self._arena.min_address
+        return any(start <= one < start + buffer.size for one in places)
+
+    def free(self, keep_suffix: str = "", keep_places: Sequence[int] = ()) -> None:
+        """Free all vectors and records, except those whose name ends with ``keep_suffix``.
+
+        ``keep_places``: vectors that contain one of these places in this process's memory stay, too.
+        """
+        kept = [
+            name
+            for name in self._names
+            if (keep_suffix and name.endswith(keep_suffix)) or (keep_places and self._contains(name, keep_places))
+        ]
         for name in self._names:
             if name not in kept:
                 self._arena.free(name)
