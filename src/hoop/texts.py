@@ -45,6 +45,19 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+def parse_printable_json(text: str) -> Any:
+    """``parse_json`` with ``printable`` applied to every text in it. Raises ``ValueError`` and no other exception.
+
+    Most JSON has no text that ``printable`` would change; then only the characters are looked at, not every value: a
+    job's steps come several times a second, each with the fingerprints of its samples.
+    """
+    value = parse_json(text)
+    plain = text.isascii() and text.isprintable() and "\\" not in text
+    if plain and max(map(len, text.split('"'))) <= MAX_TEXT_BYTES:
+        return value
+    return printable_json(value)
+
+
 def printable_json(value: Any) -> Any:
     """Apply ``printable`` to every text in parsed JSON, keys included."""
     match value:

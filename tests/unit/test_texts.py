@@ -18,7 +18,7 @@ from hoop.report import strict_json
 from hoop.runs.run_recorder import saved_settings
 from hoop.simulate.cluster import read_cluster
 from hoop.simulate.cost_model import Costs
-from hoop.texts import MAX_TEXT_BYTES, parse_json, printable, printable_json
+from hoop.texts import MAX_TEXT_BYTES, parse_json, parse_printable_json, printable, printable_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import MAX_SETTINGS_BYTES, check_settings, job_name
 
@@ -81,6 +81,20 @@ def test_printable_json_cleans_every_level() -> None:
         r"\ud800": [r"\x1b", {"a": 1.5}],
         "b": None,
     }
+
+
+@given(st.recursive(st.none() | st.floats(allow_nan=False) | ANY_TEXT, st.lists) | st.dictionaries(ANY_TEXT, ANY_TEXT))
+def test_json_is_parsed_and_made_printable(value: object) -> None:
+    for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+        assert parse_printable_json(text) == printable_json(json.loads(text))
+
+
+def test_a_long_text_in_json_is_cut() -> None:
+    short, long = "x" * MAX_TEXT_BYTES, "y" * (MAX_TEXT_BYTES + 1)
+    found = parse_printable_json(json.dumps([1, short, {long: long}]))
+    assert found == [1, short, {printable(long): printable(long)}]
+    with pytest.raises(ValueError, match="nested too deep"):
+        parse_printable_json("[" * 100_000)
 
 
 # ---- deeply nested JSON: each reader raises its usual error

@@ -88,12 +88,12 @@ def dashboard(
             raise typer.Exit(128 + stopping.number)
 
     def connect() -> Cluster:
-        return hoop.connect(address, timeout=CALL_S, credentials=credentials)
+        return hoop.connect(address, timeout=CALL_S, credentials=credentials, background=True)
 
     with ExitStack() as stack:
         feed = ClusterFeed(connect, predicted_seconds)
         stack.callback(feed.close)
-        tools = PageTools(Tracer(connect), Simulator(simulated, feed.job_inputs))
+        tools = PageTools(Tracer(connect), Simulator(simulated, feed.job_inputs), feed.jobs_shown)
         stack.callback(close_tools, tools)
         queue = ActionQueue(ClusterActor(connect)) if actions else None
         if queue is not None:

@@ -66,11 +66,11 @@ def demo(
         stack.callback(actor.close)
 
         def connect() -> Cluster:
-            return hoop.connect(processes.address, timeout=CALL_S)
+            return hoop.connect(processes.address, timeout=CALL_S, background=True)
 
         feed = ClusterFeed(connect, predicted_seconds)
         stack.callback(feed.close)
-        tools = PageTools(Tracer(connect), Simulator(simulated, feed.job_inputs))
+        tools = PageTools(Tracer(connect), Simulator(simulated, feed.job_inputs), feed.jobs_shown)
         stack.callback(close_tools, tools)
         queue = ActionQueue(actor)
         stack.callback(queue.close)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import grpc
+from grpc.experimental import ChannelOptions
 
 from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
@@ -28,7 +29,7 @@ from hoop.signals import defer_signals
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials, find_credentials
-from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
+from hoop.wire.channels import STAGING_PREFIX, Backoff, Options, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
@@ -39,6 +40,9 @@ EVENT_STREAM_ATTEMPTS = 5
 """How often a stream of events that gRPC has cancelled is opened again without an event in between …"""
 EVENT_STREAM_BACKOFF_S = 0.1
 """… and how many seconds longer each wait is than the one before."""
+BACKGROUND_OPTIONS: Options = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
+"""A thread that reads a stream waits for its events alone. By default gRPC wakes it up ten times a second, and has a
+thread of its own, which wakes up five times a second."""
 EXAMINE_S = 600.0
 """How long the hosts of a cluster may take to examine themselves."""
 
@@ -102,12 +106,16 @@ class Cluster:
     opened: ClassVar[bool] = False
     """Whether this process has ever opened a Cluster. If so it must not fork: gRPC's threads do not survive that."""
 
-    def __init__(self, address: Address | Addresses, timeout: float, credentials: Credentials) -> None:
+    def __init__(
+        self, address: Address | Addresses, timeout: float, credentials: Credentials, background: bool = False
+    ) -> None:
+        """``background``: see ``connect``."""
         Cluster.opened = True
         self.address = address
         self._timeout = timeout
         self._credentials = credentials
-        self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
+        options = channel_options() + (BACKGROUND_OPTIONS if background else [])
+        self._channel = credentials.channel(address, Role.COORDINATOR, options)
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         # A separate channel: it keeps reconnecting while the coordinator is down; other calls must not wait for that.
         self._session_channel = credentials.channel(address, Role.COORDINATOR, channel_options())
@@ -322,6 +330,7 @@ def connect(
     token: str | None = None,
     tls: str | os.PathLike[str] | None = None,
     credentials: Credentials | None = None,
+    background: bool = False,
 ) -> Cluster:
     """Connect to the cluster whose coordinator is at ``address`` (``host:port``).
 
@@ -333,6 +342,9 @@ def connect(
     ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE, then the token that your own coordinator on
     this machine has made for itself (SECURITY.md).
 
+    ``background``: the client follows events in threads beside devices that train, and wakes up for events only. Not
+    for streams in the main thread: a signal would have to wait.
+
     >>> with hoop.connect("127.0.0.1:4021") as cluster:
     ...     comm = cluster.communicator(3)
     ...     sums = comm.all_reduce([a, b, c])
@@ -340,19 +352,21 @@ def connect(
     address = Addresses.parse(address) if isinstance(address, str) else address
     credentials = credentials or find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None)
     if credentials.required:
-        return _open(address, connect_timeout, timeout, credentials)
+        return _open(address, connect_timeout, timeout, credentials, background)
     found = find_token(address)
     try:
-        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, found))
+        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, found), background)
     except Unauthenticated:
         newer = find_token(address)  # a coordinator that has started meanwhile has written it
         if newer is None or newer == found:
             raise
-        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, newer))
+        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, newer), background)
 
 
-def _open(address: Address | Addresses, connect_timeout: float, timeout: float, credentials: Credentials) -> Cluster:
-    cluster = Cluster(address, timeout, credentials)
+def _open(
+    address: Address | Addresses, connect_timeout: float, timeout: float, credentials: Credentials, background: bool
+) -> Cluster:
+    cluster = Cluster(address, timeout, credentials, background)
     try:
         cluster.wait_ready(connect_timeout)
         return cluster

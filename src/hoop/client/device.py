@@ -26,6 +26,8 @@ from hoop.wire.roles import Role
 from hoop.wire.service import translate
 
 Array = npt.NDArray[Any]
+DISCONNECT_MS = 2000
+"""Without a call for this long there is no connection: its keep-alive would take time from a device that trains."""
 
 
 def location(place: int | str, offset: int = 0) -> pb.Location:
@@ -41,7 +43,8 @@ class Device:
     def __init__(self, info: DeviceInfo, timeout: float, credentials: Credentials) -> None:
         self.info = info
         self._timeout = timeout
-        self._channel = credentials.channel(info.address, Role.DEVICE, channel_options())
+        options = [*channel_options(), ("grpc.client_idle_timeout_ms", DISCONNECT_MS)]
+        self._channel = credentials.channel(info.address, Role.DEVICE, options)
         self._stub = pb_grpc.DeviceStub(self._channel)
 
     @property

@@ -10,7 +10,7 @@ from hoop.client.handle import call
 from hoop.errors import DeadlineExceeded, PeerLost, error_from_name
 from hoop.job_events import CoordinatorBack, CoordinatorLost, JobEnded, Observed, from_fields
 from hoop.signals import defer_signals
-from hoop.texts import parse_json, printable_json
+from hoop.texts import parse_printable_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.job_settings import check_settings
@@ -51,17 +51,26 @@ class JobHandle:
         job.device_ids = list(answer.device_ids)
         return job
 
-    def events(self, after: int = 0, coordinator_timeout: float = 0.0) -> Iterator[Observed]:
+    def events(
+        self,
+        after: int = 0,
+        coordinator_timeout: float = 0.0,
+        interval_s: float = 0.0,
+        seen_origins: set[str] | None = None,
+    ) -> Iterator[Observed]:
         """The job's events with a sequence number above ``after``, until the job ends; raises the job's error.
+
+        ``interval_s``: new events come this often at most, together: a client that only shows them is woken up less.
 
         If the coordinator is unreachable, waits up to ``coordinator_timeout`` seconds for it, and yields
         ``CoordinatorLost`` and ``CoordinatorBack``. Every event is yielded once, although a restarted coordinator
-        numbers the events from 1 again.
+        numbers the events from 1 again. ``seen_origins``: of the events that were yielded before, for a caller that
+        follows them with several calls; new ones are added.
         """
-        seen_origins: set[str] = set()
+        seen_origins = set() if seen_origins is None else seen_origins
         while True:
             try:
-                for message in self._stream(after):
+                for message in self._stream(after, interval_s):
                     if message.origin not in seen_origins:
                         seen_origins.add(message.origin)
                         yield _observed(message)
@@ -82,9 +91,9 @@ class JobHandle:
             yield Observed(CoordinatorBack(f"{self._peer} is back"))
             after = 0
 
-    def _stream(self, after: int) -> Iterator[pb.JobEvent]:
+    def _stream(self, after: int, interval_s: float) -> Iterator[pb.JobEvent]:
         with defer_signals():
-            stream = self._stub.WatchJob(pb.WatchJobRequest(job_id=self.id, after=after))
+            stream = self._stub.WatchJob(pb.WatchJobRequest(job_id=self.id, after=after, interval_s=interval_s))
         try:
             yield from stream
         finally:
@@ -103,7 +112,7 @@ class JobHandle:
 def _observed(message: pb.JobEvent) -> Observed:
     """The event of a message; raises the error of a job that failed."""
     try:
-        fields = printable_json(parse_json(message.json))
+        fields = parse_printable_json(message.json)
         if not isinstance(fields, dict):
             raise ValueError(f"{fields!r:.80} is not a JSON object")
         event = from_fields(message.kind, fields)

@@ -6,12 +6,13 @@ is longer. Another process made the numbers: they may be anything.
 
 Measured figures vary a little all the time. Pages show the same ones as long as they are about right (``about_equal``):
 a digit that flickers tells nobody anything, and a browser on a machine that trains takes time from the devices for
-every change that it draws.
+every change that it draws. The figures of all devices change together (``refreshed_together``), so that it draws once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ MAX_SHARE_CHANGE = 0.05
 """Figures are about equal if no share of a device's time differs by more than this,"""
 MAX_RATE_CHANGE = 0.05
 """and no rate or duration by more than this share of it."""
+HELD_S = WINDOW_S
+"""Figures are shown for this long, however much the current ones differ: those share samples with them until then."""
 SHOWN_S = 30.0
 """After this time the current figures are shown, however little they have changed."""
 PARTS = ("load", "forward", "backward", "communicate", "update", "idle", "other")
@@ -104,11 +107,16 @@ class Figures:
         return f"computes {found.compute:.0%}, communicates {found.communicate:.0%}, waits {found.idle:.0%}"
 
 
+def comparable(one: Figures, other: Figures) -> bool:
+    """Whether both have the same parts and links: a device that has just begun, or stopped, to do steps has others."""
+    peers, other_peers = ([link.peer for link in figures.links] for figures in (one, other))
+    known = (one.bytes_a_second is None) == (other.bytes_a_second is None)
+    return known and one.split.keys() == other.split.keys() and peers == other_peers
+
+
 def about_equal(one: Figures, other: Figures) -> bool:
     """Whether a page may go on to show the one, although the other is measured now."""
-    if one.split.keys() != other.split.keys() or [link.peer for link in one.links] != [
-        link.peer for link in other.links
-    ]:
+    if not comparable(one, other):
         return False
     rates = [(one.step_seconds, other.step_seconds), (one.bytes_a_second, other.bytes_a_second)]
     for link, same in zip(one.links, other.links, strict=True):
@@ -183,13 +191,15 @@ class ActivityView:
     def steadied(self, before: ActivityView) -> ActivityView:
         """With what pages show: that of ``before``, if it is about right and not old; else the current figures."""
         current = self.current
-        if (
-            before.shown is not None
-            and self.at_s - before.shown_since_s < SHOWN_S
-            and about_equal(before.shown, current)
-        ):
-            return replace(self, shown=before.shown, shown_since_s=before.shown_since_s)
-        return replace(self, shown=current, shown_since_s=self.at_s)
+        if before.shown is not None:
+            shown_s = self.at_s - before.shown_since_s
+            held = shown_s < HELD_S and comparable(before.shown, current)
+            if held or (shown_s < SHOWN_S and about_equal(before.shown, current)):
+                return replace(self, shown=before.shown, shown_since_s=before.shown_since_s)
+        return self.with_current_figures()
+
+    def with_current_figures(self) -> ActivityView:
+        return replace(self, shown=self.current, shown_since_s=self.at_s)
 
 
 def after_heartbeat(before: ActivityView | None, message: pb.TaskActivity) -> ActivityView:
@@ -211,6 +221,13 @@ def after_heartbeat(before: ActivityView | None, message: pb.TaskActivity) -> Ac
         return fresh
     samples = before.samples if sample.steps == last.steps else _extended(before.samples, sample)
     return replace(fresh, samples=samples).steadied(before)
+
+
+def refreshed_together(activities: Sequence[ActivityView]) -> list[ActivityView]:
+    """If the figures of one are current, those of all are, so that a page draws once for all of them."""
+    if not any(one.shown is not None and one.shown_since_s == one.at_s for one in activities):
+        return list(activities)
+    return [one if one.shown is None else one.with_current_figures() for one in activities]
 
 
 def _extended(samples: tuple[Sample, ...], sample: Sample) -> tuple[Sample, ...]:

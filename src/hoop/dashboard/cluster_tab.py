@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bokeh.layouts import column
@@ -232,10 +233,23 @@ def summary(view: ClusterView) -> str:
     return f"{plural(len(view.on_ring), 'device')} on {plural(hosts, 'host')}: {counted}."
 
 
+def shown_by_tab(view: ClusterView) -> tuple[object, ...]:
+    """Everything of a view that the tab shows, to be compared with that of another view."""
+    devices = [
+        (replace(one, silent_s=0.0, activity=None), one.activity and one.activity.figures) for one in view.devices
+    ]
+    jobs = [(one.id, one.devices) for one in view.jobs if one.status == "running"]
+    return devices, [one.id for one in view.on_ring], jobs, view.communicators
+
+
 class ClusterTab:
     """The tab of one browser."""
 
+    shows_jobs = False
+
     def __init__(self, updates: PageUpdates) -> None:
+        self._shown: tuple[object, ...] = ()
+        """What the tab shows (``shown_by_tab``)."""
         self._head = text_block("cluster-text")
         self._devices = Source(
             "ring",
@@ -355,7 +369,11 @@ class ClusterTab:
         return plot
 
     def update(self, view: ClusterView) -> None:
-        """Shows the view."""
+        """Shows the view, if there is anything new in it: a job that trains changes the view all the time."""
+        shown = shown_by_tab(view)
+        if shown == self._shown:
+            return
+        self._shown = shown
         devices = view.on_ring
         set_text(self._head, paragraph("Cluster", tag="h2"), paragraph(summary(view)), paragraph(CIRCLES))
         self._devices.show(ring_rows(devices))

@@ -58,12 +58,16 @@ class PageTools:
 
     tracer: Tracer | None = None
     simulator: Simulator | None = None
+    jobs_shown: Callable[[], None] = lambda: None
+    """Called with every update of a tab that shows what jobs do: their events are to come often."""
 
 
 class Tab(Protocol):
     """What the tabs have in common."""
 
     layout: LayoutDOM
+    shows_jobs: bool
+    """Whether it shows what the events of jobs tell."""
 
     def update(self, view: ClusterView) -> None:
         """Shows the view."""
@@ -119,7 +123,8 @@ class Page:
         self._document, self._read_view = document, read_view
         self._actions = ActionBar(actions) if actions is not None else None
         self._updates = PageUpdates()
-        self._makers = self._tab_makers(tools or PageTools())
+        self._tools = tools or PageTools()
+        self._makers = self._tab_makers()
         self._tabs: dict[str, Tab] = {}
         """Those that were shown, by name."""
         self._place = column(sizing_mode="stretch_width")
@@ -131,8 +136,8 @@ class Page:
         self._dark = Toggle(label="Dark", width=70, name="dark")
         self._compose()
 
-    def _tab_makers(self, tools: PageTools) -> dict[str, Callable[[], Tab]]:
-        updates = self._updates
+    def _tab_makers(self) -> dict[str, Callable[[], Tab]]:
+        updates, tools = self._updates, self._tools
         found: dict[str, Callable[[], Tab]] = {
             "Cluster": lambda: ClusterTab(updates),
             "Job": lambda: JobTab(updates),
@@ -177,7 +182,7 @@ class Page:
         if self._updates.behind:
             return
         view = self._read_view()
-        self._tabs[self._shown].update(view)
+        self._update_tab(view)
         self._show_headline(view)
         if self._actions is not None:
             self._actions.update(view)
@@ -193,11 +198,17 @@ class Page:
             button.button_type = "primary" if other == name else "default"
         for other, tab in self._tabs.items():
             tab.layout.visible = other == name
-        self._tabs[name].update(self._read_view())
+        self._update_tab(self._read_view())
         if is_new:
             self._place.children = [tab.layout for tab in self._tabs.values()]
         if self._updates.live:
             self._updates.send()
+
+    def _update_tab(self, view: ClusterView) -> None:
+        tab = self._tabs[self._shown]
+        if tab.shows_jobs:
+            self._tools.jobs_shown()
+        tab.update(view)
 
     def _change_theme(self) -> None:
         self._document.theme = chart_theme(DARK if self._dark.active else LIGHT)

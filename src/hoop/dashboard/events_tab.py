@@ -33,6 +33,8 @@ def matching(lines: Sequence[LogLine], words: str, source: str) -> list[LogLine]
 class EventsTab:
     """The tab of one browser."""
 
+    shows_jobs = True
+
     def __init__(self) -> None:
         self._words = TextInput(
             title="Only events with these words", name="event-words", width=260, stylesheets=[input_style()]

@@ -1,7 +1,7 @@
 """The dashboard's connection to a cluster: one for all browsers.
 
-    poll thread      GetStatus, twice a second, and at     ──┐
-                     once when an event has come             │
+    poll thread      GetStatus, at once when an event has  ──┐
+                     come, then less and less often          │
     events thread    WatchEvents                           ──┤
     a thread a job   WatchJob                              ──┼──▶ ClusterView ──▶ pages read it at their own pace
     details thread   ListBuffers of one device at a time,  ──┘
@@ -10,6 +10,10 @@
 All browsers together cause as many calls as one: a slow, dead or hostile one costs the coordinator nothing. While no
 page reads the view, the status is polled less often, and no buffers are listed. The feed goes on when the coordinator
 restarts, and the view says when it does not answer.
+
+The feed may share its cores with devices that train, and each wake-up of a thread takes time from one. So a poll shows
+what no event tells (memory and measured times, which pages show for seconds anyway), and whatever changes the state of
+a device is an event, after which the status is polled at once.
 """
 
 from __future__ import annotations
@@ -39,6 +43,15 @@ from hoop.texts import parse_json
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+"""Between the first two polls after an event; each further wait is twice as long, …"""
+QUIET_POLL_S = 2.0
+"""… but not longer than this."""
+POLL_GAP_S = 0.1
+"""Shortest time between two polls: events come in bursts."""
+EVENTS_S = 0.5
+"""The events of a job come this often at most, together, while a page shows them, …"""
+UNSHOWN_EVENTS_S = 3.0
+"""… and otherwise: a page that is going to show them is this far behind at first."""
 UNREAD_POLL_S = 5.0
 """The same, while no page reads the view. A page that is opened then has it polled at once."""
 UNREAD_S = 3.0
@@ -49,8 +62,6 @@ BUFFERS_S = 30.0
 """A device's buffers are listed when the memory in use has changed, and after this time."""
 BUFFERS_GAP_S = 0.05
 """Shortest time between two of these calls."""
-DETAILS_S = 0.5
-"""How often the details thread looks what has changed."""
 COORDINATOR_TIMEOUT_S = 3600.0
 JOIN_S = 10.0
 MAX_SEEN = 20_000
@@ -72,6 +83,8 @@ class ClusterFeed:
         self._stopped = threading.Event()
         self._wake = threading.Event()
         """An event of the coordinator has come, or the feed is closed: the poll thread need not wait."""
+        self._look = threading.Event()
+        """There is a new status or a job's costs, or the feed is closed: the details thread looks what has changed."""
         self._threads: list[threading.Thread] = []
         self._followers: dict[int, threading.Thread] = {}
         """By job; only the poll thread uses it."""
@@ -85,7 +98,7 @@ class ClusterFeed:
         """By incarnation; only the details thread uses it."""
         self._listed: dict[str, tuple[float, int]] = {}
         """By incarnation: when its buffers were listed, and the bytes in use then; only the details thread uses it."""
-        self._read_at = time.monotonic()
+        self._read_at, self._jobs_shown_at = time.monotonic(), -math.inf
 
     @property
     def view(self) -> ClusterView:
@@ -98,6 +111,15 @@ class ClusterFeed:
     @property
     def _unread(self) -> bool:
         return time.monotonic() - self._read_at > UNREAD_S
+
+    def jobs_shown(self) -> None:
+        """A page shows what jobs do. Pages call it with every update, from any thread."""
+        self._jobs_shown_at = time.monotonic()
+
+    @property
+    def _events_s(self) -> float:
+        """How often the events of a job are to come."""
+        return EVENTS_S if time.monotonic() - self._jobs_shown_at < UNREAD_S else UNSHOWN_EVENTS_S
 
     def job_inputs(self, job_id: int) -> tuple[dict[str, Any], str] | None:
         """Measured costs and settings (JSON) of a job, for the simulator; None: not known. Any thread may ask."""
@@ -114,6 +136,7 @@ class ClusterFeed:
         """Ends the threads and the connection."""
         self._stopped.set()
         self._wake.set()
+        self._look.set()
         self._cluster.close()  # ends the streams that the threads wait for
         for thread in (*self._threads, *self._followers.values()):
             thread.join(JOIN_S)
@@ -150,14 +173,19 @@ class ClusterFeed:
     # ---- status
 
     def _poll_often(self) -> None:
+        pause_s = POLL_S
         while True:
-            self._wake.wait(UNREAD_POLL_S if self._unread else POLL_S)
+            news = self._wake.wait(UNREAD_POLL_S if self._unread else pause_s)
+            pause_s = POLL_S if news else min(2 * pause_s, QUIET_POLL_S)
             self._wake.clear()
             if self._stopped.is_set():
                 return
             with self._while_open():
                 self._poll()
                 self._follow_jobs()
+            self._look.set()
+            if news:
+                self._stopped.wait(POLL_GAP_S)
 
     def _poll(self) -> None:
         try:
@@ -198,6 +226,7 @@ class ClusterFeed:
                             self._wake.set()
             except HoopError as error:
                 log.info("dashboard: events: %s", error)
+                self._wake.set()  # the poll finds whether the coordinator answers
             self._stopped.wait(AGAIN_S)
 
     # ---- jobs
@@ -217,12 +246,20 @@ class ClusterFeed:
 
     def _watch(self, job_id: int) -> None:
         """Follows one job from its first event to its last."""
+        after, seen_origins, ended = 0, set[str](), False
         try:
             with self._while_open():
-                for observed in self._cluster.job(job_id).events(coordinator_timeout=COORDINATOR_TIMEOUT_S):
-                    self._note(job_id, observed)
-                    if self._stopped.is_set():
-                        return
+                job = self._cluster.job(job_id)
+                while not ended:
+                    ended, interval_s = True, self._events_s
+                    for observed in job.events(after, COORDINATOR_TIMEOUT_S, interval_s, seen_origins):
+                        self._note(job_id, observed)
+                        if self._stopped.is_set():
+                            return
+                        after = observed.sequence  # 0 when the coordinator has gone: it is going to count anew
+                        if interval_s != self._events_s and after:
+                            ended = False
+                            break
         except HoopError as error:  # of the job, or of the connection: then the poll thread starts another thread
             line = LogLine(wall_clock(), f"job {job_id}", type(error).__name__, str(error))
             if not self._stopped.is_set():
@@ -240,6 +277,7 @@ class ClusterFeed:
                 self._unpredicted.add(job_id)
                 if len(self._costs) > views.MAX_JOBS:
                     self._costs.popitem(last=False)
+            self._look.set()
 
         def change(view: ClusterView) -> ClusterView:
             job = view.job(job_id)
@@ -253,7 +291,11 @@ class ClusterFeed:
 
     def _ask_details(self) -> None:
         due: list[views.DeviceView] = []
-        while not self._stopped.wait(BUFFERS_GAP_S if len(due) > 1 else DETAILS_S):
+        while True:
+            self._look.wait(BUFFERS_GAP_S if len(due) > 1 else None)
+            self._look.clear()
+            if self._stopped.is_set():
+                return
             with self._while_open():
                 due = [] if self._unread else self._devices_due()
                 if due:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceView
 from hoop.dashboard.work_panel import WorkPanel, ranges_text
 
+CURVES_S = 2.0
+"""How often the curves are drawn. The text above them has the newest loss and speed with every update."""
 NEWEST = "newest"
 """The choice that follows the newest running job."""
 
@@ -93,8 +96,12 @@ def shard_rows(job: JobView, workers: Sequence[DeviceView]) -> list[dict[str, An
 class JobTab:
     """The tab of one browser."""
 
+    shows_jobs = True
+
     def __init__(self, updates: PageUpdates) -> None:
         self._updates = updates
+        self._drawn, self._drawn_at = 0, -math.inf
+        """The job whose curves are shown, and when they were drawn."""
         self._choice = Select(
             title="Job",
             value=NEWEST,
@@ -190,6 +197,14 @@ class JobTab:
             self._updates.change_text(self._head, text)
             return
         self._show_text(job)
+        workers = view.workers(job.id)
+        self._work.update(job, workers)
+        self._show_ranks(job, workers)
+        if job.id != self._drawn or time.monotonic() - self._drawn_at >= CURVES_S:
+            self._drawn, self._drawn_at = job.id, time.monotonic()
+            self._show_curves(job)
+
+    def _show_curves(self, job: JobView) -> None:
         for source, curve in ((self._loss, job.loss), (self._test, job.test_loss), (self._accuracy, job.accuracy)):
             source.show_columns({"x": list(curve.x), "y": list(curve.y)})
         scale = job.batch_size or 1
@@ -199,9 +214,6 @@ class JobTab:
             self._predicted.visible = bool(job.predicted_step_seconds)
         if job.predicted_step_seconds and self._predicted.location != 1e3 * job.predicted_step_seconds:
             self._predicted.location = 1e3 * job.predicted_step_seconds
-        workers = view.workers(job.id)
-        self._work.update(job, workers)
-        self._show_ranks(job, workers)
 
     def _show_text(self, job: JobView) -> None:
         title = f"Job {job.id}: {job.name}"

@@ -106,6 +106,8 @@ def grid_of(job: JobView | None) -> PlanGrid:
 class PlanTab:
     """The tab of one browser."""
 
+    shows_jobs = True
+
     def __init__(self) -> None:
         self._head, self._lists = text_block("plan-text"), text_block("plan-lists")
         self._cells = Source("plan", "rank", "left", "right", "middle", "text", "label", "category", "colour", "ink")

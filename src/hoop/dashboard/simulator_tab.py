@@ -73,6 +73,8 @@ def bar_rows(answer: Answer) -> list[dict[str, Any]]:
 class SimulatorTab:
     """The tab of one browser."""
 
+    shows_jobs = True
+
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
         style = {"stylesheets": [input_style()], "width": 170}

@@ -66,6 +66,8 @@ def trace_text(trace: TraceView, busy: bool) -> str:
 class TimelineTab:
     """The tab of one browser."""
 
+    shows_jobs = True
+
     def __init__(self, tracer: Tracer | None = None) -> None:
         """``tracer`` None: there is no button for a trace."""
         self._tracer, self._view, self._shown_trace = tracer, ClusterView(), -1

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hoop.dashboard.activity_view import ActivityView, after_heartbeat
+from hoop.dashboard.activity_view import ActivityView, after_heartbeat, refreshed_together
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.marks import LogLine, Mark, mark_of_event
 from hoop.events import Event
@@ -155,6 +155,7 @@ def with_status(view: ClusterView, status: pb.GetStatusResponse, now: float) -> 
     loading = {device for job in jobs if job.status == "running" for device in job.loading}
     before = {one.incarnation: one for one in view.devices}
     listed = [_device(one, before.get(one.device.incarnation), ranks, loading, now) for one in status.devices]
+    listed = _refreshed(listed)
     known = {one.incarnation for one in listed}
     forgotten = [_gone(one, now) for one in view.devices if one.incarnation not in known]
     devices = listed + [one for one in forgotten if now - one.gone_at < GONE_S]
@@ -280,6 +281,12 @@ def _device(
 def _activity(member: pb.Member, before: ActivityView | None, job: int) -> ActivityView | None:
     found = next((one for one in member.activities if one.job_id == job), None) if job else None
     return after_heartbeat(before, found) if found is not None else None
+
+
+def _refreshed(devices: list[DeviceView]) -> list[DeviceView]:
+    """With figures that change together (``activity_view``)."""
+    found = iter(refreshed_together([one.activity for one in devices if one.activity is not None]))
+    return [one if one.activity is None else replace(one, activity=next(found)) for one in devices]
 
 
 def _gone(device: DeviceView, now: float) -> DeviceView:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from hoop.servers.metrics_endpoint import MetricsEndpoint
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+MAX_INTERVAL_S = 60.0
+"""Between two groups of a job's events (``WatchJob``)."""
 MAX_ACTIVITIES = 8
 """Of a heartbeat; a device that sends more is cut off."""
 
@@ -165,7 +167,9 @@ class CoordinatorService:
         return pb.GetJobResponse(job=found)
 
     async def watch_job(self, request: pb.WatchJobRequest) -> AsyncIterator[pb.JobEvent]:
-        async for event in self.jobs.events(request.job_id, request.after):
+        if not 0 <= request.interval_s <= MAX_INTERVAL_S:
+            raise InvalidArgument(f"interval_s: {request.interval_s:g} s is not in 0..{MAX_INTERVAL_S:g}")
+        async for event in self.jobs.events(request.job_id, request.after, request.interval_s):
             yield pb.JobEvent(
                 sequence=event.sequence,
                 time=event.time,

@@ -176,11 +176,12 @@ def _weight(error: HoopError) -> int:
 
 
 async def follow_events(
-    log: EventLog, after: int, ends: Callable[[Event], bool] = lambda event: False
+    log: EventLog, after: int, ends: Callable[[Event], bool] = lambda event: False, interval_s: float = 0.0
 ) -> AsyncIterator[Event]:
     """Yields events with a higher sequence number than ``after``, then new ones as they come, in order without a gap.
 
-    Stops after an event for which ``ends`` is true. Any thread may publish to the log.
+    Stops after an event for which ``ends`` is true. Any thread may publish to the log. ``interval_s``: shortest time
+    between two looks for new events, for a reader that wants to be woken up less often.
     """
     loop = asyncio.get_running_loop()
     changed = asyncio.Event()
@@ -197,6 +198,8 @@ async def follow_events(
                 yield event
                 if ends(event):
                     return
+            if interval_s:
+                await asyncio.sleep(interval_s)
             await changed.wait()
     finally:
         unsubscribe()

@@ -351,9 +351,12 @@ class Jobs:
 
     # ---- requests of clients and devices
 
-    def events(self, job_id: int, after: int) -> AsyncIterator[Event]:
-        """The events of a job with a higher sequence number than ``after``, until it ends."""
-        return follow_events(self._job(job_id).log, after, is_over)  # (3)
+    def events(self, job_id: int, after: int, interval_s: float = 0.0) -> AsyncIterator[Event]:
+        """The events of a job with a higher sequence number than ``after``, until it ends.
+
+        ``interval_s``: shortest time between two groups of new events.
+        """
+        return follow_events(self._job(job_id).log, after, is_over, interval_s)  # (3)
 
     def _job(self, job_id: int) -> JobRecord:
         if job_id not in self._jobs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hoop.dashboard.activity_view import (
+    HELD_S,
     MAX_SAMPLES,
     PARTS,
     SHOWN_S,
@@ -18,6 +20,7 @@ from hoop.dashboard.activity_view import (
     LinkRate,
     about_equal,
     after_heartbeat,
+    refreshed_together,
 )
 from hoop.dashboard.view import ClusterView, with_status
 from hoop.wire.generated import hoop_pb2 as pb
@@ -104,9 +107,36 @@ def test_pages_show_the_same_figures_as_long_as_they_are_about_right() -> None:
     view = steps(round(SHOWN_S / 0.51) + 1, 0.51, view)
     assert view.figures is not first, "after some time the current figures are shown anyway"
     assert view.figures.step_seconds == pytest.approx(0.51, rel=0.01)
-    view = steps(20, 0.25, view)
+    view = steps(40, 0.25, view)
     assert view.current.step_seconds == pytest.approx(0.25)
     assert view.figures.step_seconds == pytest.approx(0.25, rel=0.05)
+
+
+def test_figures_are_held_until_the_window_has_other_samples_but_not_when_the_steps_stop() -> None:
+    busy = [heartbeat(0.5 * number, number, forward_s=0.4 * number) for number in range(10)]
+    view = after(*busy).with_current_figures()
+    shown = view.figures
+    at_s, done = view.at_s, 9
+    while view.figures is shown:
+        at_s, done = at_s + 1.0, done + 1
+        view = after_heartbeat(view, heartbeat(at_s, done, forward_s=3.6))
+    assert at_s == 4.5 + HELD_S, "the steps take twice as long, but for so long the window has some of before"
+    assert view.figures.step_seconds == pytest.approx(1.0)
+    stopped = after(*busy, heartbeat(4.5 + STALLED_S, 9, forward_s=3.6))
+    assert not stopped.figures.split
+
+
+def test_the_figures_of_all_devices_change_together() -> None:
+    """So that a browser draws once. A device that shows none yet goes on to show none."""
+    steady = after(*(heartbeat(0.5 * number, number) for number in range(6)))
+    current = after(*(heartbeat(0.5 * number, number) for number in range(8)))
+    kept = replace(steady, shown_since_s=0.0)
+    first = after(heartbeat(1.0))
+    assert refreshed_together([kept, first]) == [kept, first]
+    again, same, none = refreshed_together([kept, current.with_current_figures(), first])
+    assert again.shown_since_s == kept.at_s
+    assert same == current.with_current_figures()
+    assert none is first
 
 
 @pytest.mark.parametrize(

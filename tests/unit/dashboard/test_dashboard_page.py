@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +15,19 @@ pytest.importorskip("bokeh", reason="the dashboard needs bokeh: pip install 'hoo
 from bokeh.document import Document
 from bokeh.models import Div
 
+from hoop.dashboard import cluster_tab
 from hoop.dashboard.access import Login, allowed_hosts
-from hoop.dashboard.cluster_tab import link_rows, memory_rows, ring_rows
-from hoop.dashboard.document import Page
+from hoop.dashboard.cluster_tab import ClusterTab, link_rows, memory_rows, ring_rows
+from hoop.dashboard.curve import Curve
+from hoop.dashboard.document import Page, PageTools
 from hoop.dashboard.events_tab import ALL, MAX_ROWS, matching
+from hoop.dashboard.job_tab import CURVES_S, JobTab
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.marks import LogLine
 from hoop.dashboard.parts import paragraph, text_block
 from hoop.dashboard.server import DashboardConfig
 from hoop.dashboard.updates import MAX_UNACKNOWLEDGED, PageUpdates, to_json
-from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView
+from hoop.dashboard.view import GONE_S, BufferView, ClusterView, DeviceState, DeviceView
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
 from hoop.wire.roles import Role
@@ -107,6 +112,60 @@ def test_a_browser_that_has_the_page_gets_one_message_an_update_with_what_has_ch
     assert (columns["memory"], drawn, table) == (memory, False, ""), "shown at the pointer only: nothing is drawn"
     columns, drawn, table = changes[models["devices"].id]
     assert (columns["memory"], drawn, table) == (memory, True, models["device-table"].id)
+
+
+def test_the_tab_of_the_cluster_is_not_made_again_for_what_it_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def counted(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
+        made.append(devices)
+        return ring_rows(devices)
+
+    monkeypatch.setattr(cluster_tab, "ring_rows", counted)
+    trains = JobView(1, status="running", devices=(1, 2))
+    dead = replace(device(3, state=DeviceState.DEAD), gone_at=1.0)
+    view = ClusterView(devices=(device(1), device(2), dead), jobs=(trains,), now=2.0)
+    tab = ClusterTab(PageUpdates())
+    tab.update(view)
+    silent = replace(device(1), silent_s=0.1)
+    tab.update(replace(view, devices=(silent, *view.devices[1:]), jobs=(replace(trains, done=7),), now=3.0))
+    assert len(made) == 1
+    tab.update(replace(view, devices=(replace(silent, used=101), *view.devices[1:]), now=3.0))
+    assert len(made) == 2
+    tab.update(replace(view, now=1.0 + GONE_S))
+    assert len(made) == 3, "the others close up"
+    tab.update(replace(view, jobs=(replace(trains, status="ended"),), now=1.0 + GONE_S))
+    assert len(made) == 4, "the lines of the job are gone"
+
+
+def test_a_tab_that_shows_jobs_asks_for_their_events_with_every_update() -> None:
+    asked: list[None] = []
+    page = Page(Document(), ClusterView, PageTools(jobs_shown=lambda: asked.append(None)))
+    page.update()
+    assert not asked
+    page._choose("Job")
+    assert len(asked) == 1
+    page.update()
+    assert len(asked) == 2
+
+
+def test_curves_are_drawn_less_often_than_the_text_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("hoop.dashboard.job_tab.time.monotonic", lambda: now[0])
+    tab, points = JobTab(PageUpdates()), 3
+
+    def shown(**changes: Any) -> tuple[int, str]:
+        curve = Curve(tuple(range(points)), (1.0,) * points)
+        tab.update(ClusterView(jobs=(JobView(1, status="running", steps=9, done=points, loss=curve, **changes),)))
+        return len(tab._loss.model.data["x"]), tab._head.text
+
+    assert shown()[0] == 3
+    points = 4
+    count, text = shown()
+    assert count == 3
+    assert "Step 4 of 9" in text
+    now[0] += CURVES_S
+    assert shown()[0] == 4
 
 
 def names_in(document: Document) -> set[str]:

@@ -868,12 +868,14 @@ class StartJobResponse(_message.Message):
     def __init__(self, job_id: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
-    __slots__ = ("job_id", "after")
+    __slots__ = ("job_id", "after", "interval_s")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     after: int
-    def __init__(self, job_id: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+    interval_s: float
+    def __init__(self, job_id: _Optional[int] = ..., after: _Optional[int] = ..., interval_s: _Optional[float] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
     __slots__ = ("job_id",)
