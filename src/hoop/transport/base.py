@@ -150,7 +150,7 @@ class Endpoint(ABC):
 
         Called after this rank has read in the memory of others, before what it has read counts. A rank that goes on
         without others closes its endpoint before it changes its memory. So if this returns, what was read is whole,
-        even if this process was stopped meanwhile. Not needed if another barrier follows: it fails just so.
+        even if this process was stopped meanwhile. Not needed where a barrier follows, which raises then, too.
         """
 
     @abstractmethod

@@ -432,7 +432,7 @@ class Replicator:
             self._own_copy.copy_from(self._role.live_slices(self._model), step)
 
     def versions(self) -> list[StateShard]:
-        """Every consistent version of the replicas, and ``save_own_state``'s copy. The last call of all."""
+        """Every consistent version of the replicas, and ``save_own_state``'s copy. No method is called after it."""
         found = [one for replicas in self._replicas.values() for replica in replicas for one in replica.versions()]
         if self._own_copy is not None and self._own_copy.step != NO_STEP:
             found.append(self._own_copy)
