@@ -1,6 +1,8 @@
-"""How a rank comes into a run: from its start, or into a running job, perhaps with state in its arena.
+"""``RunEntry``: how one rank enters a run, at its start or while the run goes on, and the events that report it.
 
-The trainer makes a ``LateJoin`` for each rank, and calls ``complete`` at the end of every recovery.
+It reads the state and the step log that this device's arena has, and emits ``ready``, ``state`` and ``started``. State
+from other ranks comes by ``fault_tolerance/recovery.py`` (``broadcast_state``, ``collect``). The trainer makes one for
+each rank, and calls ``complete`` at the end of every recovery.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from hoop.job_events import Emit
 TAKE_OVER_TIMEOUT_S = 30.0
 
 
-class LateJoin:
-    """How this rank came into the run: from its start, or into a running job, perhaps with state in its arena."""
+class RunEntry:
+    """One rank's entry into a run, and the state of the run that its arena had."""
 
     def __init__(self, joining: bool, emit: Emit, context: RankContext, prefix: str) -> None:
         """``prefix``: of the names of the run's buffers in the arena."""
