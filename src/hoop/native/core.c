@@ -43,7 +43,7 @@ struct hoop_endpoint {
     sem_t **own_rounds;     /* [2][rounds]: posted by peers, acquired here */
     sem_t **peer_rounds;    /* [2][rounds]: posted here */
     _Atomic uint64_t **entered;         /* [size]: how many barriers each rank has entered, in its segment */
-    _Atomic uint64_t **left;            /* [size]: not 0 once a rank has closed its endpoint, in its segment */
+    _Atomic uint64_t *peer_left;        /* not 0 once a peer has closed its endpoint, in this rank's segment */
     _Atomic uint64_t *fingerprints[2];  /* [size] each: of the ranks' calls, in the segment of rank 0 */
     _Atomic uint32_t failed;            /* set by any thread of this process */
 };
@@ -298,11 +298,8 @@ static int all_entered(const struct hoop_endpoint *endpoint)
    it calls this counts only if it returns 0. */
 static int any_left(const struct hoop_endpoint *endpoint)
 {
-    atomic_thread_fence(memory_order_acquire); /* what was read before is read before the words */
-    for (uint32_t rank = 0; rank < endpoint->size; rank++)
-        if (atomic_load_explicit(endpoint->left[rank], memory_order_relaxed))
-            return 1;
-    return 0;
+    atomic_thread_fence(memory_order_acquire); /* what was read before is read before the word */
+    return atomic_load_explicit(endpoint->peer_left, memory_order_relaxed) != 0;
 }
 
 static int barrier(struct hoop_endpoint *endpoint, uint32_t compares, uint64_t fingerprint, int64_t sleep_ns)

@@ -54,7 +54,7 @@ class EndpointState(ctypes.Structure):
         ("own_rounds", _pointer),
         ("peer_rounds", _pointer),
         ("entered", _pointer),
-        ("left", _pointer),
+        ("peer_left", _pointer),
         ("fingerprints", _pointer * 2),
         ("failed", _u32),
     ]

@@ -25,8 +25,7 @@ class NativeBarrier:
         peer = addresses([_buffer_address(segments[peer].semaphore_place(index)) for index, peer in indexes])
         # The counts of entered barriers are the first words of the segments.
         entered = addresses([_buffer_address(segment.memory) for segment in segments])
-        left = addresses([_buffer_address(segment.left) for segment in segments])
-        self._memory = own, peer, entered, left, tuple(segments)
+        self._memory = own, peer, entered, tuple(segments)
         """Keeps alive what the state points to."""
         self.state = EndpointState(
             rank=rank,
@@ -37,7 +36,7 @@ class NativeBarrier:
             own_rounds=ctypes.addressof(own),
             peer_rounds=ctypes.addressof(peer),
             entered=ctypes.addressof(entered),
-            left=ctypes.addressof(left),
+            peer_left=_buffer_address(segments[rank].peer_left),
         )
         for turn, row in enumerate(segments[0].call_fingerprints):
             self.state.fingerprints[turn] = ctypes.addressof(ctypes.c_char.from_buffer(row))

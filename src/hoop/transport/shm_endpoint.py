@@ -15,8 +15,8 @@ completed, also if it is resumed after the loss; the next one fails.
 
 A rank that reads a peer's memory may be stopped (SIGSTOP) meanwhile, and its peers go on without it: they close their
 endpoints, and change their memory. When it continues, its listener's thread may notice too late. So a rank that closes
-its endpoint first says so in its segment, and the others look there after they have read: in ``verify_reads``, and
-before they enter a barrier.
+its endpoint first says so in the segments of its peers, and a rank looks in its own after it has read: in
+``verify_reads``, and before it enters a barrier.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ class ShmEndpoint(SharedEndpoint):
         self._own_barrier_count = own_segment.barrier_count
         self._barrier_counts = [self._own_barrier_count] * self.size
         """By rank: how many barriers it has entered, in its segment."""
-        self._left = [own_segment.left] * self.size
-        """By rank: not 0 once it has closed its endpoint, in its segment."""
+        self._peer_left = own_segment.peer_left
         self._ready = self.size == 1
         self._barriers = 0
         """How many barriers this rank has entered."""
@@ -163,7 +162,6 @@ class ShmEndpoint(SharedEndpoint):
                 self.segments[peer] = segment
                 self.arenas[peer] = arena
                 self._barrier_counts[peer] = segment.barrier_count
-                self._left[peer] = segment.left
                 for turn in (0, 1):
                     self._peer_round_semaphores[turn].update(by_turn[turn])
                 self._outgoing[peer].peer_activity = activity
@@ -426,7 +424,7 @@ class ShmEndpoint(SharedEndpoint):
             steps, self._posted_rounds = self._steps[self._barriers & 1][self._posted_rounds :], 0
             fingerprints = self._fingerprints[self._barriers & 1]
         else:
-            if self._failed or self._has_left_peer():
+            if self._failed or (self._peer_left[0] and self._has_left_peer()):
                 raise self._error or self._peer_lost(next(iter(self._lost_peers)))
             self._barriers = number = self._barriers + 1
             turn = number & 1
@@ -475,15 +473,10 @@ class ShmEndpoint(SharedEndpoint):
             raise self._error or self._peer_lost(next(iter(self._lost_peers)))
 
     def _has_left_peer(self) -> bool:
-        """Whether a rank has closed its endpoint. Such a peer is lost; the listener's thread may not know it yet."""
-        for word in self._left:  # called by every barrier
-            if word[0]:
-                break
-        else:
+        """Whether a peer has closed its endpoint. It is lost then; the listener's thread may not know it yet."""
+        if not self._peer_left[0]:
             return False
-        for peer, word in enumerate(self._left):
-            if word[0]:
-                self._lost_peers.setdefault(peer, "is gone")
+        self._lost_peers.setdefault(self._peer_left[0] - 1, "is gone")
         self._set_failed()
         return True
 
@@ -538,7 +531,8 @@ class ShmEndpoint(SharedEndpoint):
         self._wake_waits(range(self.size))
 
     def close(self) -> None:
-        self.segments[self.rank].left[0] = 1
+        for segment in self.segments:
+            segment.peer_left[0] = 1 + self.rank
         self._on_close(self)
         self.abort(PeerLost(f"rank {self.global_ranks[self.rank]}: this endpoint is closed"))
         self._unlink_semaphores()

@@ -116,8 +116,11 @@ class ShmSegment:
         self.control_words = [control[8 + turn * CONTROL_WORDS : 8 + (turn + 1) * CONTROL_WORDS] for turn in (0, 1)]
         self.native_identity = memoryview(control[_NATIVE_WORD : _NATIVE_WORD + 1])  # type: ignore[arg-type]
         """Which native core its owner has (``NativeLibrary.identity``); 0: none."""
-        self.left = memoryview(control[_LEFT_WORD : _LEFT_WORD + 1])  # type: ignore[arg-type]
-        """Not 0 once its owner has closed its endpoint: from then on it may change what peers read in its memory."""
+        self.peer_left = memoryview(control[_LEFT_WORD : _LEFT_WORD + 1])  # type: ignore[arg-type]
+        """1 + the rank of a peer that has closed its endpoint, which the peer writes; 0: none.
+
+        From then on that peer may change what the owner of this segment reads in its memory.
+        """
         self._call_text = memory[_CALL_TEXT_AT:_ABORT_REASON_AT]
         self._abort_reason = memory[_ABORT_REASON_AT:PAGE]
         first, width = _calls_at(ranks), _calls_bytes(ranks)
