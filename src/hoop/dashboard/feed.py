@@ -256,7 +256,7 @@ class ClusterFeed:
                         self._note(job_id, observed)
                         if self._stopped.is_set():
                             return
-                        after = observed.sequence  # 0 when the coordinator has gone: it is going to count anew
+                        after = observed.sequence  # 0 when the coordinator has gone: it will count from 1 again
                         if interval_s != self._events_s and after:
                             ended = False
                             break
