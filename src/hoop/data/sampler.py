@@ -6,6 +6,8 @@ An epoch is one permutation of the samples, cut into steps; each step is cut int
     step                     0     |     1     |   2       the last may be short; nothing dropped or repeated
     shard(…, s, 2)        0  | 1   |  0  |  1  | 0 | 1     contiguous, sizes differ by one at most
 
+Which rank computes which shard: ``strategies/data_parallel.py``.
+
 A step that takes every sample takes them in storage order: a shuffle would give the same samples at a higher cost of
 gathering. A position in the data is (epoch, step); its samples follow by arithmetic, so resuming costs nothing.
 

@@ -17,7 +17,7 @@ from hoop.errors import InvalidArgument, NotFound
 SHAKESPEARE = "tinyshakespeare.txt"
 SHAKESPEARE_CHECKSUM = "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 16 << 20
-"""More than it has."""
+"""Read limit in bytes, above the file's size."""
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 Tokens = npt.NDArray[np.uint32]

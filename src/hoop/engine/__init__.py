@@ -4,7 +4,8 @@
     trainer            the training loop of one rank
     setup, executor    builds, and executes, the instructions of a step
     stage/             what a rank computes and keeps of the model
-    roles/             parameter servers, rings and standby ranks, which follow rules
+    roles/             how a rank runs a step: data parallel, pipeline, GPU-resident, sharded update, ring, parameter
+                       server, standby, custom
     custom/            the user's own batches, losses and optimizers
     fault_tolerance/   replication, recovery, checkpoints, state in the arena, fault injection
 

@@ -229,8 +229,10 @@ class PlanExecutor:
         slow = settings.slowdown
         self.extra_slowdown: float = slow[context.rank] - 1 if context.rank < len(slow) else 0
         """For experiments: seconds to sleep for each second of computation."""
-        self.rate, self.extra_bytes_sent = 0.0, 0
-        """The learning rate of the step; bytes sent through shared memory, or over endpoints that are closed."""
+        self.rate = 0.0
+        """Learning rate of the step."""
+        self.extra_bytes_sent = 0
+        """Sent bytes that no open endpoint counts: through shared memory, or over endpoints that are closed."""
         self.gradient_scale: float | None = None
         """Clipping factor of the step; None until the first stage is updated."""
         self.computed: list[int] = []

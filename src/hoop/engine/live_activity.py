@@ -47,14 +47,16 @@ class LiveActivity:
         self._steps = 0
         self._request: _TraceRequest | None = None
         self._first_span: int | None = None
-        """Index of the first span of the step under way, if only a request traces it; None: it is not traced so."""
+        """Index of the first span to delete after a step that is traced only for a request. None: the spans stay."""
         self._plan: Plan | None = None
         self._work: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         """Shards and stages of this rank in ``_plan``, at the rank ``_rank``."""
         self._rank = -1
         self._asking = threading.Lock()
-        self._traces, self._began = False, 0
-        """Whether the step under way is traced for a request, and the index of its first span."""
+        self._traces = False
+        """True if a client has requested a trace of the step under way."""
+        self._began = 0
+        """Index of the first span of the step under way."""
 
     # ---- training thread
 

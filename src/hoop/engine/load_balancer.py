@@ -68,7 +68,7 @@ class Measurements:
             self.windows()
 
     def lower_bound(self) -> float:
-        """At most the least measurement in any window."""
+        """A lower bound of the minimum of every rank's window; costs less than the minimum."""
         return min(self._fastest, default=0.0)
 
     def windows(self) -> list[deque[float]]:

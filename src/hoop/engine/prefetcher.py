@@ -22,7 +22,10 @@ class Prefetcher:
         """Time spent in it during the current step."""
 
     def begin(self, done: int, microbatches: Sequence[int], num_microbatches: int) -> None:
-        """The step after ``done - 1`` steps waits. ``microbatches``: the first ones that this rank reads in a step."""
+        """Called when this rank starts to wait for the gradient sum of a step.
+
+        ``done``: steps done once this one ends. ``microbatches``: those to load first for the next step.
+        """
         self._done, self._microbatches, self._num_microbatches = done, microbatches, num_microbatches
         self._work, self.seconds = None, 0.0
 

@@ -48,7 +48,7 @@ class StepSchedule:
         self.total_steps = min(self._steps, settings.max_steps or self._steps)
 
     def rate(self, done: int) -> float:
-        """Learning rate of the step after ``done`` steps."""
+        """Learning rate of the step after ``done`` steps; ``optimizer_settings.py`` computes it."""
         return self._settings.optimizer.rate(done, self._steps)
 
     def next_steps(self, done: int, stride: int) -> list[StepWork]:

@@ -56,9 +56,10 @@ def saved_seconds(costs: UpdateCosts, devices: int, replicas: int, overlaps: boo
 
 
 def may_choose(context: RankContext, settings: Settings, strategy: Strategy) -> bool:
-    """Whether it is open if the update is sharded: in data parallel training on several devices, with ``auto``.
+    """Whether ranks may choose between a sharded and an unsharded update: data parallel, several devices, ``auto``.
 
-    Not without replicas in a run that could survive the loss of a device: it could not any more. The same at all ranks.
+    False for an elastic run without replicas: with a sharded update it could not survive the loss of a device. The same
+    at all ranks.
     """
     survives = settings.replicate or context.wait_reassignment is None
     plain = isinstance(strategy, DataParallel) and not strategy.sharded

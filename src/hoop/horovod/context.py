@@ -39,7 +39,7 @@ _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Place:
-    """Which of how many: in the run, on this host, and this host of all hosts."""
+    """Rank and size of this process in the run and on its host (local), and of its host among all hosts (cross)."""
 
     rank: int = 0
     size: int = 1

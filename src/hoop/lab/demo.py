@@ -39,7 +39,7 @@ class DemoConfig:
 
     devices: int = 6
     steps: int = 4000
-    """Of the job, unless it is finished before."""
+    """Maximum number of steps of the job."""
     pace: int = 20
     """Slowdown of each device, so that there is time to disturb it. The undisturbed run is not slowed down."""
 
@@ -172,13 +172,13 @@ def _run_slowly(pid: int, end: threading.Event) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out."""
+    """Result of the demo: the weights of the disturbed and of the undisturbed run."""
 
     steps: int
     weights: str
     """SHA-256 of the weights of the run that was disturbed."""
     undisturbed: str
-    """The same of the run that was not."""
+    """SHA-256 of the weights of the undisturbed run."""
 
     @property
     def equal(self) -> bool:

@@ -601,14 +601,14 @@ def _end(job: JobView, error: str = "", text: str = "") -> Result:
 
 
 class HandoverStage(StrEnum):
-    """The event that a leaving device waits for."""
+    """What a device that leaves has to wait for."""
 
     WAITING = "waiting"
-    """For another device: none can take its place yet."""
+    """It waits for another device: none can take its place yet."""
     LOADING = "loading"
-    """For a device that is loading the job."""
+    """It waits for a device that is loading the job."""
     MOVING = "moving"
-    """For the ranks to go on without it."""
+    """It waits until the ranks go on without it."""
     DONE = "done"
     """The job does not need it."""
 

@@ -64,7 +64,7 @@ def decide_link_faults(state: State, now: float) -> m.Result:
 
 
 def _settled(state: State, faults: LinkFaults, now: float) -> bool:
-    """(1)"""
+    """(1) Whether the wait for further complaints is over and all involved devices are alive."""
     lease = state.config.lease_s
     if now - faults.first_complaint_at < SETTLING * lease:
         return False
@@ -102,7 +102,7 @@ def _relink_or_evict(state: State, one: CommunicatorState, faults: LinkFaults, n
 
 
 def _lift_expired_evictions(state: State, communicator_id: int, now: float) -> m.Result:
-    """(4)"""
+    """(4) Ends evictions whose time is over."""
     return _lift_evictions(
         state,
         communicator_id,
@@ -111,7 +111,7 @@ def _lift_expired_evictions(state: State, communicator_id: int, now: float) -> m
 
 
 def on_readmitted(state: State, event: m.Readmitted) -> m.Result:
-    """(5)"""
+    """(5) Ends an eviction early."""
     return _lift_evictions(state, event.communicator_id, [event.device_id])
 
 

@@ -9,8 +9,9 @@ whole tensor or a part of one. In data parallel every rank has the whole state, 
 steps are run again on the same samples. A step's result depends neither on the partition of the model nor on which rank
 computes a shard, so the weights are those of an undisturbed run.
 
-Pure: no torch, no links. ``engine/fault_tolerance/recovery.py`` exchanges the statuses and moves the slices;
-``tests/model/recovery_model.py`` runs the same function in virtual time.
+Which devices take part, and with which rank: ``job_membership.py``. Pure: no torch, no links.
+``engine/fault_tolerance/recovery.py`` exchanges the statuses and moves the slices; ``tests/model/recovery_model.py``
+runs the same function in virtual time.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """Those of the tensors that are known (``checkpoint.verified``); the thread computes the others."""
+    """Known checksums of tensors by name (from ``checkpoint_format.verified``); the writer thread computes the
+    others."""
     before: Callable[[], None] = lambda: None
     """Called before writing: makes durable what the checkpoint refers to."""
 

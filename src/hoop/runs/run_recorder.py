@@ -46,7 +46,7 @@ from hoop.texts import parse_json
 
 
 class DiskFullInjector:
-    """Injects the placed faults of kind ``full-disk``: each fails the first checkpoint at its step or later, once."""
+    """Injects faults of kind ``disk-full``: each makes the first checkpoint write at or after its step fail, once."""
 
     def __init__(self, faults: Sequence[Fault], done: Callable[[], int], on_fault: Callable[[str], None]) -> None:
         """``done``: steps done so far. ``on_fault`` is called with the text of each fault that is injected."""

@@ -11,22 +11,25 @@ from hoop.errors import InvalidArgument, NotFound
 from hoop.topology import Address
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, PORTS = 20_000, 10_000
-"""Ports of meeting points that are derived from a job's name: below those that systems give to outgoing connections."""
+FIRST_PORT = 20_000
+"""First port of meeting points that are derived from a job's name."""
+PORTS = 10_000
+"""Number of these ports; all are below those that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One process of a run: which of how many, and where all of them meet."""
+    """One process of a run: its rank and the world size, in the run and on its host, and the address where all meet."""
 
     scheduler: str
     rank: int
     world_size: int
     local_rank: int
-    """Of the processes of this run on the same host."""
+    """Rank of this process among the run's processes on its host."""
     local_world_size: int
     meeting_point: Address | None
-    """Where the coordinator of rank 0 listens; on one host a loopback address. None: the scheduler does not say."""
+    """Address where the coordinator of rank 0 listens, a loopback address on one host; None: the scheduler does not
+    say."""
 
     def __post_init__(self) -> None:
         for name, value, size in (

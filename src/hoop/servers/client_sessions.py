@@ -1,8 +1,8 @@
 """Client sessions: the coordinator frees a client's communicators and staging buffers when the client is gone.
 
-client ── Hold ──▶ coordinator     a stream that is open while the client lives; the client reopens a broken one
-                   coordinator     GRACE_S after the last stream ended: destroys the client's communicators, and
-                   coordinator ── Free ──▶ each device: frees the client's staging buffers
+client ── KeepSession ──▶ coordinator    a stream that is open while the client lives; the client reopens a broken one
+                          coordinator    GRACE_S after the last stream ended: destroys the client's communicators, and
+                          coordinator ── Free ──▶ each device: frees the client's staging buffers
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ClientSessions:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._streams: defaultdict[str, int] = defaultdict(int)
-        """By session, the number of open Hold streams."""
+        """Number of open KeepSession streams of each session."""
         self._communicators: defaultdict[str, set[int]] = defaultdict(set)
 
     async def keep(self, session: str) -> AsyncIterator[pb.KeepSessionAnswer]:

@@ -113,5 +113,8 @@ def check_count(name: str, value: int, least: str) -> None:
 
 
 def split_microbatches(num_microbatches: int, parts: int, speeds: Sequence[float] | None) -> list[range]:
-    """The micro-batches of each part: contiguous ranges of equal size, or sized by speed."""
+    """The micro-batches of each part: contiguous ranges of equal size, or sized by speed.
+
+    Data parallel: a part is a rank, and its micro-batches are the shards that it computes (``data_parallel.py``).
+    """
     return split_evenly(num_microbatches, parts) if speeds is None else split_by_speed(num_microbatches, speeds)

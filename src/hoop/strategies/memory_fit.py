@@ -1,7 +1,7 @@
 """Checks, before anything runs, whether a model fits into the devices' memory under a strategy, and partitions it.
 
 The bytes of a stage: ``plan/partition.py`` (``required_bytes``). Gradient slots: ``engine/gradient_slots.py``.
-Replicas: ``membership/replication.py``. Snapshots: ``engine/setup.py``.
+Replicas: ``membership/replication.py``. Snapshots: ``engine/partitioning.py`` (``check_snapshots``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ``Backend`` object that c10d's C++ code finds in a HoopProcessGroup.
+"""The ``Backend`` object that c10d's C++ code finds in a HoopProcessGroup (``process_group.py``).
 
 HoopProcessGroup is a ProcessGroup written in Python: torch's Python code and its C++ code (DDP's reducer, functional
 collectives) call the group's own methods. Since torch 2.15 C++ code also asks a group for its default ``Backend`` and

@@ -64,7 +64,7 @@ class Token:
     secrets: Mapping[Role, str]
     """Secrets by role, for the roles that this process can take."""
     keys: Mapping[Role, bytes]
-    """Of a device's token: keys of other roles' calls to devices."""
+    """Only in a device's token: by role, the key with which the device verifies that role's calls to it."""
     bearer: bytes
     """SHA-256 of a client's token, which programs that do not make proofs send; empty: none is accepted."""
     link_key: bytes

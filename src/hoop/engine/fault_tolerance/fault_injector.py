@@ -1,4 +1,4 @@
-"""Fault injection: carries out the faults that ``Settings.faults`` places at this rank.
+"""Fault injection: carries out the faults that ``Settings.faults`` places at this rank. ``plan/faults.py`` parses them.
 
 The injector is a hook that the executor calls before every instruction. An executor without faults has no hook and
 pays nothing.

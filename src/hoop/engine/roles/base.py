@@ -86,7 +86,7 @@ class RankRole:
         return losses
 
     def settle(self, done: int) -> list[float]:
-        """Called before a recovery: make the state in the arena that after the last finished step.
+        """Called before a recovery: bring the state in the arena up to the last finished step.
 
         ``done``: the steps that the trainer has counted. Returns the mean losses of the steps finished since.
         """

@@ -250,9 +250,9 @@ class GpuStageState(StageState):
         self._total_slot: int | None = None
         """The slot whose row is the total of a step; None: the total is the sum of several ranks."""
         self._summed_on_device = False
-        """That sum is made on the GPU; False: in the arena."""
+        """Whether the sum over ranks is computed on the GPU; False: in the arena."""
         self._device_total = torch.zeros(0, device=device)
-        """That sum on the GPU."""
+        """The sum over ranks, on the GPU."""
         self._total_copied = False
         """The total of this step is both in the arena and on the GPU."""
         self._increments: list[tuple[Tensor, Tensor]] | None = None

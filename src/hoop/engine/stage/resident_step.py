@@ -197,7 +197,7 @@ class ResidentStep:
         """Shards that are computed at the same time."""
         self._streams: list[torch.cuda.Stream] = []
         self._aux: torch.cuda.Stream | None = None
-        """For work beside the shards and beside the update."""
+        """Stream for work that overlaps with the shards and with the update. None on an emulated GPU."""
         self.seeds: list[int] = [0] * len(self._order)
         """Random seed of each shard of the step, for models that draw random numbers."""
         device = state.accelerator.device

@@ -232,7 +232,8 @@ ShardMetrics = tuple[float | Tensor, float, float]
 """Loss, hits and number of samples of a shard."""
 NO_METRICS: ShardMetrics = (0.0, 0.0, 0.0)
 NUM_TOTAL_BUFFERS = 16
-"""Total buffers rotate across generations, so that the late writes of a rank declared dead hit a stale one."""
+"""Maximum number of total buffers. Each generation uses the next one, so a rank that was declared dead and still writes
+cannot damage the buffer in use."""
 
 
 @dataclass
