@@ -17,9 +17,9 @@ DEFAULT_FAULTS = 20
 
 
 ONE_LONG_RUN = {"strategy": "--strategies", "kinds": "--faults", "job": "", "pace": "", "every": ""}
-"""Options without effect with --runs, each with the one to use instead."""
+"""Options that have no effect with --runs, each with the option to use instead; empty: none."""
 SHORT_RUNS = ("strategies", "steps", "keep")
-"""Options without effect without --runs."""
+"""Options that have no effect without --runs."""
 
 
 def chaos(

@@ -38,7 +38,7 @@ COMMANDS = (
     "chaos",
     "reproduce",
 )
-"""In the order of ``hoop --help``. Each is the function of this name in the module of this name."""
+"""The commands in the order of ``hoop --help``. Each is the function of this name in the module of this name."""
 
 
 DASHBOARD_PORT = "8787"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 CALL_S = 5.0
 """Time limit of the feed's calls: a coordinator that does not answer is shown soon."""
 NICENESS = 10
-"""Of a dashboard that ``hoop train`` or ``hoop up`` started: it shares the machine with devices, which come first."""
+"""Nice value of a dashboard that ``hoop train`` or ``hoop up`` started: devices share the machine with it and come
+first."""
 
 
 def dashboard(

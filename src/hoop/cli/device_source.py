@@ -49,18 +49,19 @@ class DeviceSource:
     """Where the devices come from. Without coordinator, placement and Ray: forked from this process."""
 
     devices: int | None
-    """How many the run begins with; None: not given."""
+    """Number of devices with which the run begins; None: not given."""
     timeout_s: float
-    """How long ranks wait for each other, and a range of devices for the first of them."""
+    """Seconds that ranks wait for each other, and that a range of devices is waited for until its first number is
+    there."""
     coordinator: Addresses | None = None
-    """A cluster that is up."""
+    """Address of the coordinator of a cluster that is up."""
     placement: Placement | None = None
-    """Of this process among those that a scheduler started."""
+    """This process's rank, if a scheduler started it."""
     ray: Ray | None = None
     credentials: Credentials | None = None
-    """For the cluster, or of the coordinator of rank 0 (``with_credentials``)."""
+    """Credentials for the cluster, or for the coordinator of rank 0 (``with_credentials``)."""
     host: str = ""
-    """With a placement: the address that this rank's device listens on; empty: all addresses, or loopback."""
+    """Only with a placement: the address that this rank's device listens on; empty: all addresses, or loopback."""
     ports: PortRange = field(default_factory=PortRange)
 
     @property

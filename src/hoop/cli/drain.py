@@ -68,7 +68,7 @@ class _View:
         self.jobs: list[int] = []
         """The jobs that go on without the device."""
         self._printed: dict[int, tuple[str, float]] = {}
-        """By job: the stage of the last line about it, and its time."""
+        """Stage and time of the last printed line about each job."""
 
     def show(self, progress: DrainProgress) -> None:
         self.stage = progress.stage

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 TRACED = 3
-"""The fastest strategies: they have a timeline in the page."""
+"""Number of strategies, the fastest ones, that have a timeline in the page."""
 
 
 def plan(

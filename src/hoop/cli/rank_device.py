@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from hoop.servers.tasks import TrainFunction
 
 STOP_GRACE_S = 5.0
-"""How long a rank that got a signal waits for rank 0 to stop the job: a scheduler signals all ranks at once."""
+"""Seconds that a rank that got a signal waits for rank 0 to stop the job: a scheduler signals all ranks at once."""
 STOP_S = 600.0
-"""How long it waits for the end of a job that is being stopped."""
+"""Seconds that a rank waits for the end of a job that is being stopped."""
 POLL_S = 0.1
 PROBE_S = 2.0
 CONNECT_S = 5.0
 LOST_S = 30.0
-"""After this long without a connection to it, the coordinator of rank 0 is gone: nothing restarts it."""
+"""Seconds without a connection after which the coordinator of rank 0 counts as gone: nothing restarts it."""
 
 
 def run_rank(coordinator: Address, config: DeviceConfig, trainer: TrainFunction) -> int:

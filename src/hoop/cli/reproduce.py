@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 LINE_S = 10.0
-"""Without a terminal, seconds between lines of progress."""
+"""Seconds between lines of progress, if there is no terminal."""
 
 
 def reproduce(

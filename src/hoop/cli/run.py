@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from hoop.launch.rank_processes import RankExit, RunOutcome, Stream
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
-"""What follows SCRIPT belongs to it, options too."""
+"""Click's settings of the command: arguments after SCRIPT belong to the script, options too."""
 ELASTIC_PANEL = "Elastic (a script that uses hoop.elastic or hvd.elastic)"
 MAX_RESTARTS = 3
-"""How many failed ranks are started again, if the user states no number."""
+"""Number of failed ranks that are started again, if the user states none."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 SHOWN_LINES = 10
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

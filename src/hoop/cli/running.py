@@ -97,7 +97,7 @@ class Stopping:
         self._event = asyncio.Event()
         self._with_stdin = with_stdin
         self.number = 0
-        """The first signal that came; 0: none."""
+        """Number of the first signal that came; 0: none."""
         loop = asyncio.get_running_loop()
         for number in not_ignored(*ENDING):
             loop.add_signal_handler(number, self._on_signal, number)

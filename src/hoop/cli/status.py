@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from hoop.wire.generated import hoop_pb2 as pb
 
 MAX_SHOWN = 4
-"""Buffers of a GPU that the table's line names; ``--json`` has more."""
+"""Number of buffers of a GPU that the table names; ``--json`` has more."""
 WHY = "why"
-"""The key of a row's reason."""
+"""Key of a row's text that says why a device or an operation is not well; printed below the table."""
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim"}
 
 

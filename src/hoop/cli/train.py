@@ -308,11 +308,11 @@ class RunFolder:
     """The folder of a run, and whether this run begins there or goes on."""
 
     path: Path | None
-    """``--out``; None: no files are kept."""
+    """The folder of ``--out``; None: no files are kept."""
     resume: bool
-    """Go on from its newest checkpoint."""
+    """True if the run goes on from the newest checkpoint in the folder."""
     begin_again: bool
-    """Without one begin, also in a folder of a run that has written none (``--auto-resume``)."""
+    """True if a run may begin in the folder of a run that has no checkpoint (``--auto-resume``)."""
 
 
 def _has_checkpoint(out: Path | None) -> bool:

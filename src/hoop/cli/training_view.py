@@ -19,9 +19,9 @@ from hoop.config import format_size
 from hoop.job_events import JobEvent
 
 LINE_S = 10.0
-"""Without a terminal, seconds between lines of progress."""
+"""Seconds between lines of progress, if there is no terminal."""
 WINDOW = 40
-"""Events over which the speed is measured."""
+"""Number of events over which the speed is measured."""
 
 
 class PlainView:
