@@ -37,14 +37,15 @@ from hoop.wire.service import device_info, status_of, translate, unreachable, wa
 from hoop.wire.tokens import find_token
 
 EVENT_STREAM_ATTEMPTS = 5
-"""How often a stream of events that gRPC has cancelled is opened again without an event in between …"""
+"""Number of times that a stream of events that gRPC has cancelled is opened again without an event in between."""
 EVENT_STREAM_BACKOFF_S = 0.1
-"""… and how many seconds longer each wait is than the one before."""
+"""Seconds by which the wait before each new attempt is longer than the one before."""
 BACKGROUND_OPTIONS: Options = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
-"""A thread that reads a stream waits for its events alone. By default gRPC wakes it up ten times a second, and has a
-thread of its own, which wakes up five times a second."""
+"""gRPC options of a channel whose streams are read in the background. The thread that reads a stream waits for its
+events by itself. By default gRPC wakes that thread up ten times a second, and has a thread of its own, which wakes up
+five times a second."""
 EXAMINE_S = 600.0
-"""How long the hosts of a cluster may take to examine themselves."""
+"""Seconds that the hosts of a cluster may take to examine themselves."""
 
 
 class Session:
@@ -90,12 +91,12 @@ class DrainProgress:
     """What a drain waits for (``Cluster.drain``)."""
 
     stage: str
-    """Of a job: ``waiting`` (no device can take over yet), ``loading`` (one loads the job), ``moving`` (the ranks go on
-    without the device), ``handed_over``. Then ``leaving`` and ``left``."""
+    """How far a job is: ``waiting`` (no device can take over yet), ``loading`` (one loads the job), ``moving`` (the
+    ranks go on without the device), ``handed_over``; then how far the device is: ``leaving``, ``left``."""
     job: int
-    """0: no job."""
+    """Id of the job; 0: no job."""
     devices: tuple[int, ...]
-    """``loading``: the devices that are waited for."""
+    """Ids of the devices that load the job; only in stage ``loading``."""
     seconds: float
     text: str
 

@@ -27,7 +27,8 @@ from hoop.wire.service import translate
 
 Array = npt.NDArray[Any]
 DISCONNECT_MS = 2000
-"""Without a call for this long there is no connection: its keep-alive would take time from a device that trains."""
+"""Milliseconds without a call after which the connection is closed: its keep-alive would take time from a device that
+trains."""
 
 
 def location(place: int | str, offset: int = 0) -> pb.Location:
@@ -157,9 +158,9 @@ class Buffer:
 
     devices: tuple[Device, ...]
     places: tuple[int | str, ...]
-    """By rank: an address, or the name of a buffer."""
+    """Start of the memory on each rank's device: an address, or the name of a buffer."""
     offset: int
-    """Bytes after each place."""
+    """Bytes between each place and the first element."""
     count: int
     dtype: DType
 

@@ -18,7 +18,7 @@ from hoop.wire.service import status_of, translate, unreachable
 
 START_S = 60.0
 WaitReady = Callable[[float], None]
-"""Waits up to this number of seconds until the coordinator answers; raises DeadlineExceeded."""
+"""Waits up to the given number of seconds until the coordinator answers; raises DeadlineExceeded."""
 
 
 class JobHandle:
@@ -29,7 +29,7 @@ class JobHandle:
     ) -> None:
         self.id = job_id
         self.device_ids: list[int] = []
-        """The devices that this client's start of the job has used; empty if another client started it."""
+        """Ids of the devices on which this client has started the job; empty if another client started it."""
         self._stub, self._timeout, self._peer, self._wait_ready = stub, timeout, peer, wait_ready
 
     @classmethod
