@@ -19,7 +19,7 @@ DATASETS: dict[str, Callable[..., Splits]] = {
     "tinyshakespeare": tinyshakespeare,
     "text": text,
 }
-"""Loaders by name; a loader takes its options as keyword arguments."""
+"""Loaders of datasets by name; a loader takes its options as keyword arguments."""
 
 
 def load(name: str, **options: Any) -> Splits:

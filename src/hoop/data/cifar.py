@@ -56,7 +56,7 @@ RECORD = 1 + 3 * SIDE * SIDE
 
 BATCH_BYTES = 10_000 * RECORD
 _ARCHIVE_BYTES = 6 * BATCH_BYTES + (1 << 20)
-"""Of the unpacked archive: six batches, names and headers."""
+"""Upper limit of the archive's size in bytes, packed or unpacked: six batches, names and headers."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -107,7 +107,7 @@ def _split(batches: list[Bytes]) -> tuple[Bytes, Bytes]:
 
 
 Batches = Iterator[tuple[str, str, bytes]]
-"""Tuples of a batch: its name, its description for errors, its bytes."""
+"""One tuple for each batch file: its name, its description for errors, its bytes."""
 
 
 def _from_files(first: Path) -> Batches:

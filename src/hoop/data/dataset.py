@@ -19,10 +19,10 @@ from hoop.errors import InvalidArgument, OutOfRange
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets, one row per sample."""
+"""Inputs and targets of a batch, one row per sample."""
 
 Indices = npt.NDArray[np.int64]
-"""Sample indices."""
+"""Numbers of samples in the dataset."""
 
 _INT64 = np.dtype(np.int64)
 
@@ -117,7 +117,7 @@ Views = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 MAX_CACHED = 16
-"""Cached pairs of output tensors: about as many as a pipeline has micro-batches in flight."""
+"""Maximum number of cached pairs of output tensors: about as many as a pipeline has micro-batches in flight."""
 
 
 class BatchBuffers(threading.local):

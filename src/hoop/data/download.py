@@ -120,7 +120,7 @@ class BoundedStream:
 
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes received and the total bytes (0: unknown)."""
+"""Callback with the bytes received and the total bytes (0: unknown)."""
 
 CHUNK = 1 << 20
 MAX_DOWNLOAD_BYTES = 1 << 30

@@ -25,9 +25,9 @@ class Augment:
     """Augmentation of training images, applied to uint8 pixels."""
 
     flip: bool = False
-    """Mirror an image left to right with probability 1/2."""
+    """Whether images are mirrored left to right, each with probability 1/2."""
     crop: int = 0
-    """Pad each side by this many black pixels, then crop the original size at a random offset."""
+    """Black pixels added to each side, before the original size is cropped at a random offset; 0: no crop."""
 
     def __post_init__(self) -> None:
         if self.crop < 0:

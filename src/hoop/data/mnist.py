@@ -29,7 +29,7 @@ from hoop.files import write_bytes
 Bytes = npt.NDArray[np.uint8]
 
 MAX_IDX_BYTES = 64 << 20
-"""Of one unpacked file; the largest has 47 MB."""
+"""Maximum size in bytes of an unpacked IDX file; the largest has 47 MB."""
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -85,8 +85,9 @@ def read_idx_files(folder: Path, checksums: Mapping[str, str]) -> Arrays:
 
 PACKAGED = Path(__file__).parent / "files" / "mnist-u8.xz"
 PACKAGED_CHECKSUM = "sha256:e9b40985d011bd5a36195bdeb447f26b7824f3acd02e51a1636098d784d5fe98"
-UNPACKED, UNPACKED_BYTES = "mnist-u8", 54_950_000
-"""The decompressed file in the cache directory, and its size."""
+UNPACKED = "mnist-u8"
+"""Name of the decompressed file in the cache directory."""
+UNPACKED_BYTES = 54_950_000
 UNPACKED_CHECKSUM = "sha256:c2069063c1105f2bf96266aef1ff68c6e13bdda7a54e37bf19c16f1db24efc83"
 
 # Checksums of the decompressed files, because gzip headers differ between packers.
@@ -110,7 +111,7 @@ FASHION_GZIPPED = {
     "t10k-labels-idx1-ubyte": "md5:bb300cfdad3c16e7a12a480ee83cd310",
 }
 DEBIAN = Path("/usr/share/datasets")
-"""The directory of Debian's package dataset-fashion-mnist."""
+"""Directory of Debian's package dataset-fashion-mnist."""
 
 
 def mnist(*, size: int = 28) -> Splits:

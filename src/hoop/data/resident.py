@@ -29,7 +29,7 @@ class ResidentData(ABC):
     """The samples of a dataset on one device."""
 
     columns = 1
-    """Columns of ``rows``."""
+    """Number of columns of ``rows``."""
 
     def rows(self, samples: Indices, *, epoch: int, seed: int) -> Rows:
         """What the device needs to know of each sample: its index, in column 0, and its augmentation draws."""

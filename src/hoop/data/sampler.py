@@ -29,7 +29,7 @@ from hoop.data.dataset import Indices
 from hoop.errors import InvalidArgument, OutOfRange
 
 ORDER, FLIP, CROP, ITEM = range(4)
-"""Purpose of a draw: the last part of its key, so that two uses never share random numbers."""
+"""Purposes of a draw: the last part of its key, so that two uses never share random numbers."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

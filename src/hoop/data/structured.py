@@ -24,22 +24,23 @@ from hoop.data.sampler import ITEM, random_draws
 from hoop.errors import InvalidArgument
 
 Collate = Callable[[list[Any]], Any]
-"""Makes a batch of a list of samples, as ``DataLoader``'s ``collate_fn`` does."""
+"""Function that makes a batch of a list of samples, as ``DataLoader``'s ``collate_fn`` does."""
 PROBES = 16
-"""Samples that enter a checksum: reading all may take longer than an epoch."""
+"""Number of samples that enter a checksum: reading all may take longer than an epoch."""
 _RANDOM = threading.Lock()
-"""Python, NumPy and torch have one generator a process: two threads that load would disturb each other's draws."""
+"""Lock of the random generators: Python, NumPy and torch have one a process, and two threads that load would disturb
+each other's draws."""
 _COLLATE = 0x636F6C6C
-"""Distinguishes the random numbers of collate functions from those of samples."""
+"""Number combined with the seed of collate functions, so that their random numbers differ from those of samples."""
 
 
 class StructuredDataset(ABC):
     """Samples by index, in batches of any structure. A sample is a function of (seed, epoch, index)."""
 
     name: str
-    """Name for users."""
+    """Name of the dataset for users."""
     num_workers: int = 0
-    """Processes that load batches ahead; 0: the training thread loads them."""
+    """Number of processes that load batches ahead; 0: the training thread loads them."""
 
     @property
     @abstractmethod

@@ -55,10 +55,11 @@ class TensorData:
 
 
 PROBES = 16
-"""Samples that enter a checksum: reading all may take longer than an epoch."""
+"""Number of samples that enter a checksum: reading all may take longer than an epoch."""
 
 _GENERATOR = threading.Lock()
-"""torch has one CPU generator per process: two threads that load at the same time would disturb each other's draws."""
+"""Lock of torch's CPU generator, one per process: two threads that load at the same time would disturb each other's
+draws."""
 
 
 class MapStyle(Protocol):
@@ -77,7 +78,7 @@ class MapData:
     """
 
     fixed = False
-    """Transforms may be random."""
+    """Samples may differ from epoch to epoch: transforms may be random."""
 
     def __init__(self, dataset: MapStyle, *, name: str = "", checksum: str = "") -> None:
         if len(dataset) < 1:
