@@ -15,7 +15,7 @@ from hoop.runs.checkpoint_store import FOLDER, CheckpointWriter, Snapshot, liste
 
 log = logging.getLogger("hoop.elastic")
 FLUSH_S = 60.0
-"""How long the end of a run waits for the disk."""
+"""Seconds that the end of a run waits for the disk."""
 
 Resume = bool | Literal["auto"]
 

@@ -42,10 +42,10 @@ from hoop.wire.roles import Role
 
 JOB = "elastic:run"
 LOOK_S = 1.0
-"""How often a process that waits for the first step looks whether the run is over."""
+"""Seconds between two checks, by a process that waits for the first step, whether the run is over."""
 POLL_S = 0.05
 LEAVE_TIMEOUT_S = 20.0
-"""How long a process that has finished waits for its device to leave, and rank 0 for the other devices."""
+"""Seconds that a process that has finished waits for its device to leave, and rank 0 for the other devices."""
 
 
 class Run:
@@ -89,10 +89,14 @@ class Run:
             exchange=self._exchange,
         )
         self._cluster = find_cluster(os.environ, parse_size(memory, "memory"), on)
-        self._began, self._leaving, self._over = threading.Event(), threading.Event(), threading.Event()
-        """The training thread is there; the user wants this device to leave; the run has ended on this device."""
+        self._began = threading.Event()
+        """Set when the training thread has started."""
+        self._leaving = threading.Event()
+        """Set when the user wants this device to leave."""
+        self._over = threading.Event()
+        """Set when the run has ended on this device."""
         self._ending = threading.Event()
-        """This device is to leave, or the run has ended on it."""
+        """Set with ``_leaving`` and with ``_over``."""
         self.rank = self._cluster.rank
         """Number of this process among those that the launcher started."""
 

@@ -25,9 +25,10 @@ from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token
 
 MEET = "HOOP_MEET"
-"""Variable with the meeting point, where the scheduler does not name one; the same as of ``hoop train``."""
+"""Environment variable with the meeting point, where the scheduler does not name one; the same as for ``hoop
+train``."""
 MEET_TIMEOUT_S = 300.0
-"""How long a process waits for the others before the first step."""
+"""Seconds that a process waits for the others before the first step."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,16 @@ class RunCluster:
     """What this process needs to take part in a run."""
 
     rank: int
-    """Of this process, as its launcher numbers them."""
+    """Rank of this process, as its launcher numbers them."""
     size: int
-    """How many processes the launcher has started."""
+    """Number of processes that the launcher has started."""
     coordinator: CoordinatorConfig | None
-    """The coordinator that this process runs; None: another one does."""
+    """Configuration of the coordinator that this process runs; None: another process runs it."""
     device: DeviceConfig
-    """Of this process. In a run of one process its coordinator's port is known when the coordinator has started."""
+    """Configuration of this process's device. In a run of one process the coordinator's port is known when it has
+    started."""
     restarted: bool = False
-    """The launcher has started this process again: the job runs already."""
+    """True if the launcher has started this process again: the job runs already."""
 
     @property
     def starts_job(self) -> bool:

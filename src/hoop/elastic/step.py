@@ -28,7 +28,7 @@ class Step:
         """Number of the step, from 0."""
         self.epoch = position.epoch
         self.loss: float | None = None
-        """After ``update``: the loss of the whole batch, the same on every device; None if the step comes again."""
+        """Loss of the whole batch after ``update``, the same on every device; None if the step comes again."""
 
     def shards(self) -> Iterator[Any]:
         """The batches of this device's shards, one at a time; call ``backward`` for each before the next.
