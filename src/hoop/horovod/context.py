@@ -31,9 +31,9 @@ from hoop.torch_backend import autoload
 BACKEND = "hoop"
 START_TIMEOUT_S, ELASTIC_TIMEOUT_S = 600.0, 600.0
 OPERATION_TIMEOUT_S = 1800.0
-"""Deadline of a collective, as PyTorch's; ``HOROVOD_GLOO_TIMEOUT_SECONDS`` is another one."""
+"""Deadline of a collective in seconds, that of PyTorch; ``HOROVOD_GLOO_TIMEOUT_SECONDS`` sets another one."""
 ROUND_TIMEOUT_S = 60.0
-"""Deadline for the ranks of an elastic round, which are all there, to connect."""
+"""Seconds that the ranks of an elastic round, which have all started, may take to connect."""
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,10 +55,10 @@ class Context:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self.rendezvous: RendezvousClient | None = None
-        """The connection to the launcher of an elastic run."""
+        """Connection to the launcher of an elastic run; None in other runs."""
         self.place = Place()
         self.generation = 0
-        """How often the group was made again."""
+        """Number of times that the group was made again."""
         self._owns_group = not dist.is_initialized()
         if not self._owns_group:
             self._adopt_group()

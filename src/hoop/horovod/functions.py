@@ -16,7 +16,7 @@ from hoop.horovod import operations
 from hoop.horovod.process_sets import ProcessSet, global_process_set
 
 BROADCAST_BYTES = 32 << 20
-"""Tensors of one type are sent together, up to this size."""
+"""Maximum bytes of tensors of one type that are sent together."""
 _TENSOR = "hoop.horovod/tensor"
 
 

@@ -19,7 +19,7 @@ from hoop.horovod.reductions import Average, Reduction, Sum
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20
-"""The first bucket is small, so that the reduction begins early."""
+"""Bytes of the first bucket. It is small, so that the reduction begins early."""
 Parameter = torch.Tensor
 
 

@@ -55,7 +55,7 @@ class Call:
     kind: Kind
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    """Name in ``torch``, such as float32."""
+    """Name of the elements' type in ``torch``, such as float32."""
     device: str = "cpu"
     reduction: str = ""
     """Name of a ``Reduction``."""

@@ -75,7 +75,7 @@ class DistributedOptimizerMixin:
 
     def _begin_step(self) -> None:
         self._left = dict.fromkeys(self._hooks, self._passes)
-        """How often backward still has to add to each parameter's gradient in this step."""
+        """Number of backward passes that still have to add to each parameter's gradient in this step."""
         self._buckets.reset()
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ class ProcessSet:
     """Some ranks of the run. It can be used after ``hvd.init(process_sets=…)`` or ``hvd.add_process_set``."""
 
     process_set_id: int | None = None
-    """None: not registered."""
+    """Number of the process set at all ranks; None: not registered."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks: list[int] | None = sorted({int(rank) for rank in ranks})
@@ -81,7 +81,7 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set = _GlobalProcessSet()
-"""All ranks: the default of every collective."""
+"""The process set of all ranks: the default of every collective."""
 _registered: dict[int, ProcessSet] = {}
 _numbers = iter(range(1, 1 << 62))
 
