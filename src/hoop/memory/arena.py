@@ -47,7 +47,8 @@ _READ_ATTEMPTS = 16
 
 
 READS, WRITES, CHECKS = "reads", "writes", "checks"
-"""What the caller of ``host_view`` does with the bytes; ``CHECKS``: only with their number and place."""
+"""What the caller of ``host_view`` does with the bytes: reads them, writes them, or only checks their number and
+place."""
 
 
 class BufferTable:
@@ -59,7 +60,7 @@ class BufferTable:
         self._subject = subject  # prefix of error messages
         self._sequence = 0
         self.labels: dict[str, str] = {}
-        """Key-value strings stored with the table."""
+        """Key-value strings that are stored with the table."""
 
     def format(self) -> None:
         """Write an empty table into both slots, then the superblock that marks the file as an arena."""

@@ -33,7 +33,7 @@ from hoop.memory.gpu_driver import HANDLE_BYTES, Bytes, CudaGpu, Gpu
 from hoop.memory.storage import PAGE, check_uint64
 
 _GRANULE = 2 << 20
-"""A multiple of this is allocated, so that the driver shares no page of it with another allocation."""
+"""Allocations have a multiple of this number of bytes, so that the driver shares no page of one with another."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SharedBlock:
     """What another process of the host needs to map an arena."""
 
     handle: str
-    """The IPC handle, in hexadecimal."""
+    """CUDA IPC handle of the block, in hexadecimal."""
     capacity: int
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class CudaArena:
 
 
 _STAGING_KEPT = 256 << 20
-"""Bytes of pinned host memory that are kept for later copies."""
+"""Maximum bytes of pinned host memory that are kept for later copies."""
 _SMALLEST_STAGING = 64 << 10
 
 

@@ -29,7 +29,7 @@ class Allocation(NamedTuple):
     """A range of memory that was allocated in one piece."""
 
     number: int
-    """Unique in this process: memory that is allocated later at the same address has another number."""
+    """Number that is unique in this process: memory that is allocated later at the same address has another one."""
     base: int
     size: int
 

@@ -24,7 +24,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument, OutOfMemory
 Bytes = NDArray[np.uint8]
 HANDLE_BYTES = 64
 KINDS = ("cpu", "auto", "cuda", "emulated")
-"""Where a device's memory may be (``hoop device --accelerator``); ``cuda:N`` names a GPU."""
+"""Kinds of memory that a device may have (``hoop device --accelerator``); ``cuda:N`` names a GPU."""
 _OUT_OF_MEMORY = 2
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
@@ -68,7 +68,7 @@ class Gpu(ABC):
     """Memory of a GPU. Addresses are those of the GPU."""
 
     name: str
-    """For users."""
+    """Name of the GPU for users."""
 
     @abstractmethod
     def allocate(self, size: int) -> int:
