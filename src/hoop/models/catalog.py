@@ -19,7 +19,7 @@ MODELS: dict[str, Callable[..., nn.Sequential]] = {
     "mobilenetv2": mobilenetv2,
     "gpt": gpt,
 }
-"""Model functions by name; each takes a seed, then options as keyword arguments."""
+"""Functions that make a model, by its name; each takes a seed, then options as keyword arguments."""
 
 
 def build(name: str, seed: int, **options: Any) -> nn.Sequential:

@@ -11,7 +11,8 @@ import torch
 from hoop.errors import InvalidArgument
 
 _GENERATOR = threading.Lock()
-"""torch has one CPU generator per process: two threads that build at the same time would disturb each other's draws."""
+"""Lock of torch's CPU generator, one per process: two threads that build models at the same time would disturb each
+other's draws."""
 
 
 @contextmanager
