@@ -28,7 +28,7 @@ SEND_OUTPUT, SEND_GRADIENT = InstructionKind.SEND_OUTPUT, InstructionKind.SEND_G
 RECV_INPUT, RECV_GRADIENT = InstructionKind.RECV_INPUT, InstructionKind.RECV_GRADIENT
 
 Computes = Sequence[Sequence[Instruction]]
-"""For each rank, its forwards and backwards in order."""
+"""The forwards and backwards of each rank, in order."""
 Owner = dict[tuple[int, int], int]
 """The rank that computes each (stage, micro-batch)."""
 

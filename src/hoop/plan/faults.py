@@ -32,11 +32,11 @@ FAULT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "partition": ("rank", "step", "instruction"),
     "disk-full": ("step",),
 }
-"""The fault kinds, each with the fields that it takes."""
+"""Names of the fields that each kind of fault takes."""
 LINK_FAULTS = frozenset({"corrupt", "drop", "partition"})
-"""Faults of TCP connections."""
+"""Kinds of faults of TCP connections."""
 DISK_FULL = "disk-full"
-"""The one fault without a rank: it hits the process that writes the run's files."""
+"""The one kind of fault without a rank: it hits the process that writes the run's files."""
 _INSTRUCTIONS = {kind.name.lower().replace("_", "-"): kind for kind in InstructionKind}
 """Instruction kinds by their name in a fault specification."""
 
@@ -48,9 +48,9 @@ class Fault:
     kind: str
     rank: int = 0
     step: int = 1
-    """Counted from 1."""
+    """Step in which the fault happens, counted from 1."""
     instruction: str = ""
-    """Name of an instruction kind: forward, reduce, send-output …; empty: any."""
+    """Name of the kind of instruction before which it happens: forward, reduce, send-output …; empty: any."""
     seconds: float = 0.0
     factor: float = 4.0
 

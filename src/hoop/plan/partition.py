@@ -26,15 +26,15 @@ class Block:
 
     name: str
     seconds: float
-    """Forward and backward of one micro-batch on a device of speed 1."""
+    """Seconds of forward and backward of one micro-batch on a device of speed 1."""
     weight_bytes: int = 0
     optimizer_bytes: int = 0
     activation_bytes: int = 0
-    """Activations of one micro-batch, kept from its forward to its backward."""
+    """Bytes of the activations of one micro-batch, kept from its forward to its backward."""
     output_bytes: int = 0
-    """Output for one micro-batch, passed to the next block."""
+    """Bytes of the output for one micro-batch, passed to the next block."""
     gradient_bytes: int | None = None
-    """None: equal to ``weight_bytes``."""
+    """Bytes of the gradients; None: ``weight_bytes``."""
     forward_seconds: float | None = None
     """The forward's part of ``seconds``; None: not measured separately."""
 
@@ -52,11 +52,11 @@ class StageDevice:
     name: str
     speed: float = 1.0
     memory: int | None = None
-    """Bytes; None: unlimited. Stages with the same device name share this memory."""
+    """Memory of the device in bytes; None: unlimited. Stages with the same device name share it."""
     in_flight: int = 1
-    """Micro-batches whose activations the stage holds at a time."""
+    """Number of micro-batches whose activations the stage holds at a time."""
     versions: int = 1
-    """Versions of the weights that the device keeps."""
+    """Number of versions of the weights that the device keeps."""
 
 
 @dataclass(frozen=True)

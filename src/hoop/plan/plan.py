@@ -34,7 +34,8 @@ class Plan:
     The workers of a parameter server hold the whole model as stage 0.
     """
     sharded_update: bool = False
-    """Each holder of stage 0 updates only its slice of the weights, and then gathers the slices of the others."""
+    """True if each holder of stage 0 updates only its slice of the weights, and then gathers the slices of the
+    others."""
 
     @property
     def stages(self) -> int:

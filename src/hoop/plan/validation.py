@@ -32,7 +32,7 @@ from hoop.plan.unit_clock import timeline
 
 T = TypeVar("T")
 StageMicro = tuple[int, int]
-"""A (stage, micro-batch)."""
+"""A stage and a micro-batch."""
 
 
 class StepProgress:
