@@ -19,9 +19,11 @@ from hoop.report.spans import Span
 
 Kind = Literal["linear", "log"]
 MAX_SPANS = 20_000
-"""Spans of a timeline: about 1 MB of a page, and a browser still zooms smoothly."""
-IDLE, OTHER = "idle", "other"
-"""Kinds of a time split besides those of spans: waiting, and what is none of the named kinds."""
+"""Maximum number of spans in a timeline: about 1 MB of a page, and a browser still zooms smoothly."""
+IDLE = "idle"
+"""Kind of a time split besides those of spans: waiting."""
+OTHER = "other"
+"""Kind of a time split: time of none of the named kinds."""
 Floats = NDArray[np.float64]
 
 

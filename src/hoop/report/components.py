@@ -51,20 +51,22 @@ from hoop.report.spans import Span, by_track, kind_of
 from hoop.texts import printable
 
 MAX_POINTS = 2000
-"""Points of a line; of a longer one the minimum and the maximum of each part are drawn."""
+"""Maximum number of points of a line; of a longer one the minimum and the maximum of each part are drawn."""
 _SMOOTHED_FROM = 120
 _LEVEL_DASHES = ("dotted", "dotdash")
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
 _MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "x")
 _TEXT_BYTES = 400
 _LEGEND_CHARACTERS = 48
-"""Characters of a legend's entries beside each other: as many as fit on a phone."""
+"""Characters of the legend entries in one row: as many as fit on a phone."""
 _LEGEND_ROW = 21
-_NAME_BESIDE, _NAME_ABOVE = 16, 60
-"""Characters of a row's name: at most these beside the row, and above it."""
+_NAME_BESIDE = 16
+"""Maximum number of characters of a row's name beside the row; longer names are above the rows."""
+_NAME_ABOVE = 60
+"""Maximum number of characters of a row's name above the row."""
 _MAX_OWN_TICKS = 12
 _MAX_VALUES = 24
-"""Bars that have their values beside them; of more, hovering tells the value."""
+"""Maximum number of bars that have their values beside them; with more, hovering shows the value."""
 
 
 class MarkKind(StrEnum):
@@ -94,7 +96,7 @@ _MARK_LOOKS: dict[MarkKind, tuple[int, str]] = {
     MarkKind.CHECKPOINT: (5, "square"),
     MarkKind.WARNING: (4, "triangle"),
 }
-"""Colour and marker of each kind."""
+"""Number of the colour, and marker, of each kind of mark."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ class Mark:
     seconds: float
     text: str
     pause_s: float | None = None
-    """How long no step was done because of it."""
+    """Seconds in which no step was done because of it; None: no pause."""
     repeated: str = ""
-    """The work that was done again because of it."""
+    """Text that says which work was done again because of it."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hoop.report.page import Page
 from hoop.report.tables import Table
 
 NEEDS_BOKEH = "no page was written: it needs Bokeh, which is not installed: pip install 'hoop[dashboard]'"
-"""What a command says, once, beside its tables."""
+"""Text that a command prints once, beside its tables, where Bokeh is not installed."""
 
 
 def can_draw() -> bool:

@@ -49,7 +49,7 @@ NAME = "report.html"
 MAX_TRACE_BYTES = 256 << 20
 MAX_FURTHER_METRICS = 6
 MAX_MARK_ROWS = 200
-"""Marks in the table; the chart has all."""
+"""Maximum number of marks in the table; the chart has all."""
 _NO_METRICS = ("step", "seconds", "epoch")
 _SPLITS = {"": "training", "train": "training, evaluated", "test": "test"}
 
@@ -285,7 +285,7 @@ class _Charts:
     heading: str
     figures: Sequence[tuple[figure, str]]
     missing: str
-    """What the page says if there is none."""
+    """Text of the section if it has no figures."""
     tables: Sequence[Table] = ()
 
 

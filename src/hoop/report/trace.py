@@ -24,7 +24,7 @@ from hoop.report import strict_json
 from hoop.report.spans import Span
 
 MAX_EVENTS = 1_000_000
-"""About 120 MB of JSON: the most that a viewer in a browser opens."""
+"""Maximum number of events, about 120 MB of JSON: the most that a viewer in a browser opens."""
 
 _SPILL_BYTES = 1 << 16
 
