@@ -14,13 +14,13 @@ from hoop.schedulers.torchrun import Torchrun
 from hoop.topology import Address
 
 SCHEDULERS: tuple[Scheduler, ...] = (Torchrun(), Mpi(), Slurm(), Kubernetes())
-"""The innermost first: torchrun and mpirun run in jobs of Slurm, and Slurm in pods."""
+"""All schedulers, the innermost first: torchrun and mpirun run in jobs of Slurm, and Slurm in pods."""
 LOCAL = "local"
-"""No scheduler: the devices are processes of this machine that ``hoop train`` starts."""
+"""Value of ``--on`` without a scheduler: the devices are processes of this machine that ``hoop train`` starts."""
 RAY = "ray"
-"""No scheduler either: the devices are actors that ``hoop train`` starts on a Ray cluster."""
+"""Value of ``--on`` for devices that ``hoop train`` starts as actors on a Ray cluster."""
 NAMES = (LOCAL, RAY, *sorted(one.name for one in SCHEDULERS))
-"""The values of ``--on``."""
+"""All values of ``--on``."""
 
 
 def detect(environ: Mapping[str, str]) -> Scheduler | None:

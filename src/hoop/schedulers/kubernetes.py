@@ -15,10 +15,10 @@ from hoop.schedulers.base import Placement, number, text
 from hoop.topology import Address
 
 PORT = 4021
-"""Of the meeting point. A pod has an address of its own, so all jobs may use the same port."""
+"""Port of the meeting point. A pod has an address of its own, so all jobs may use the same port."""
 WORLD_SIZE, SERVICE = "HOOP_WORLD_SIZE", "HOOP_SERVICE"
 _POD = re.compile(r"(?P<name>[a-z0-9]([a-z0-9.-]*[a-z0-9])?)-(?P<index>[0-9]+)")
-"""The host name of a pod: the name of its Job or StatefulSet, and its index."""
+"""Pattern of a pod's host name: the name of its Job or StatefulSet, and its index."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hoop.schedulers.slurm import first_host
 from hoop.topology import Address
 
 _JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-"""Variables that name the job: Open MPI 5, Open MPI 4, some versions of Hydra."""
+"""Environment variables that name the job: of Open MPI 5, Open MPI 4, and some versions of Hydra."""
 
 
 @dataclass(frozen=True)
