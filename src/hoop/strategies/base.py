@@ -11,11 +11,11 @@ from hoop.plan.rules import Rule
 from hoop.topology import MAX_DEVICES
 
 MAX_MICROBATCHES = 16384
-"""Of a global batch: each is several instructions of a plan."""
+"""Maximum number of micro-batches in a global batch: each is several instructions of a plan."""
 MAX_STAGE_MICROBATCHES = 1 << 18
-"""Stages times micro-batches: each pair is several instructions of a plan."""
+"""Maximum number of stages times micro-batches: each pair is several instructions of a plan."""
 MAX_SLICES = 1024
-"""Of the model on one device."""
+"""Maximum number of slices of the model on one device."""
 
 
 class Strategy(Protocol):

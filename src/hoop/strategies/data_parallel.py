@@ -29,7 +29,7 @@ class DataParallel(SynchronousStrategy):
     """Every device holds the model; gradients are all-reduced once per step."""
 
     sharded: bool = False
-    """Each device updates a slice of the weights, of which it has the optimizer state (ZeRO stage 1)."""
+    """True if each device updates a slice of the weights, of which it has the optimizer state (ZeRO stage 1)."""
 
     name: ClassVar[str] = "data"
 
@@ -69,7 +69,7 @@ class HostOrderedDataParallel(DataParallel):
     """
 
     hosts: tuple[Hashable, ...] = ()
-    """The host of each rank."""
+    """Host of each rank; ranks with equal values share a host."""
 
     def plan(self, devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> Plan:
         if len(self.hosts) != devices:

@@ -26,15 +26,15 @@ class Gradients(NamedTuple):
     """Number of gradient buffers that the engine allocates."""
 
     holder: int
-    """Buffers per stage on each rank that holds the stage."""
+    """Number of buffers per stage on each rank that holds the stage."""
     server: int
-    """Buffers per slice on its parameter server."""
+    """Number of buffers per slice on its parameter server."""
     update_slice: int = 0
-    """Buffers of the slice that a rank updates, on each rank of a sharded update."""
+    """Number of buffers for the slice that a rank updates, on each rank of a sharded update."""
 
 
 GradientBuffers = Callable[[Strategy, Plan], Gradients]
-"""Returns the number of gradient buffers that the engine allocates for a strategy and its plan."""
+"""Function that returns the number of gradient buffers that the engine allocates for a strategy and its plan."""
 
 
 def one_gradient_each(strategy: Strategy, plan: Plan) -> Gradients:
@@ -110,7 +110,8 @@ def fit(
 
 
 GPU_ROW_SETS = 2
-"""Sets of gradient rows of a rank on a GPU, if there are several ranks: others read one while it writes the other."""
+"""Number of sets of gradient rows of a rank on a GPU, if there are several ranks: others read one while it writes the
+other."""
 GPU_ALIGNMENT = 256
 
 

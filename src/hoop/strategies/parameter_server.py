@@ -42,7 +42,7 @@ class ParameterServer:
     servers: int = 1
     mode: str = "bsp"
     staleness: int = 3
-    """Steps that a worker may be ahead of the slowest worker, in mode ssp."""
+    """Maximum number of steps that a worker may be ahead of the slowest worker, in mode ssp."""
 
     name: ClassVar[str] = "ps"
     replicated: ClassVar[bool] = False

@@ -34,7 +34,7 @@ from hoop.plan.plan import Plan
 from hoop.strategies.base import SynchronousStrategy, check_sizes, check_slices
 
 Order = Iterator[Instruction]
-"""A rank's forwards and backwards in order. ``ranks`` below is p, ``slices`` is v."""
+"""Function that returns a rank's forwards and backwards in order. ``ranks`` below is p, ``slices`` is v."""
 
 
 def gpipe(rank: int, ranks: int, microbatches: range, slices: int = 1) -> Order:

@@ -132,9 +132,10 @@ class RingModel:
     """Stages around a ring; each device chooses its next instruction from its neighbours' messages alone."""
 
     slices: int = 1
-    """Stages per device."""
+    """Number of stages per device."""
     limit: int | None = None
-    """Micro-batches that a device may hold; None: enough to keep it busy if all devices are equally fast."""
+    """Maximum number of micro-batches that a device may hold; None: enough to keep it busy if all devices are equally
+    fast."""
     asynchronous: bool = False
 
     name: ClassVar[str] = "ring"
