@@ -12,18 +12,21 @@ from hoop.topology import Address, Addresses
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STREAM_CHUNK_BYTES = 1024 * 1024
-"""Payload of one message of a streamed copy; below every gRPC library's default message limit of 4 MiB."""
+"""Bytes of payload in one message of a streamed copy; below every gRPC library's default message limit of 4 MiB."""
 
 STAGING_PREFIX = "hoop.staging."
-"""Prefix of staging buffers. The client's session id follows; the buffers are freed when that client ends."""
+"""Beginning of the names of staging buffers. The client's session id follows; the buffers are freed when that client
+ends."""
 
 CONNECT_MS = 2000
-"""Limit of one connection attempt, up to the first frame from the server; the same as the limit of a ping."""
+"""Milliseconds that one connection attempt may take, up to the first frame from the server; also the limit of a
+ping."""
 
 HANDSHAKE_MS = 5000
-"""Limit of a server for the beginning of a connection; a client gives up after CONNECT_MS."""
+"""Milliseconds that a server gives to the beginning of a connection; a client gives up after CONNECT_MS."""
 IDLE_MS = 300_000
-"""A server closes a connection without calls after this time. Its client opens another one with the next call."""
+"""Milliseconds without calls after which a server closes a connection. Its client opens another one with the next
+call."""
 
 Options = list[tuple[str, int]]
 T = TypeVar("T")

@@ -26,7 +26,7 @@ MAGIC = b"HOOP"
 VERSION = 3
 MAX_PAYLOAD = 1 << 40
 MAX_LANES = 15
-"""Most lanes of a link, beside its own socket."""
+"""Maximum number of lanes of a link, beside its own socket."""
 
 
 class FrameKind(IntEnum):
@@ -37,19 +37,20 @@ class FrameKind(IntEnum):
     16 random bytes requests a CHALLENGE (transport/auth_handshake.py)."""
     DATA = 2
     REFUSAL = 3
-    """Sent by the dialled end before it closes the link; the payload is the reason as text."""
+    """The dialled end sends it before it closes the link; the payload is the reason as text."""
     CHECKED = 5
     """DATA with a checksum (CRC-32C) of its payload: a message, or its last part."""
     PART = 8
-    """Like CHECKED, for every part of a message but the last."""
+    """A part of a message, but not its last one; otherwise like CHECKED."""
     ACK = 6
-    """From the dialled end: every CHECKED and PART before ``sequence`` has arrived intact."""
+    """The dialled end has received every CHECKED and PART before ``sequence`` intact."""
     RETRANSMIT = 7
-    """From the dialled end: frame ``sequence`` is damaged or missing; dial again and resume with it."""
+    """The dialled end found frame ``sequence`` damaged or missing: dial again and resume with it."""
     GOODBYE = 4
     """An ACK from an endpoint that closes; ``sequence`` is the number of messages it has sent the other way."""
     ASK = 10
-    """Like HELLO, on a separate connection: which collective is running at rank ``sequence``, the dialled rank?"""
+    """Question on a separate connection, otherwise like HELLO: which collective runs at ``sequence``, the dialled
+    rank?"""
     CALL = 11
     """Answer to ASK: the stamp of that collective (0: none) in ``call``, its description as the payload."""
     MISMATCH = 12
@@ -57,10 +58,10 @@ class FrameKind(IntEnum):
     connection, like HELLO: the sender has detected a mismatch; a frame of the same kind follows with the payload, and
     one comes back. On a link: sent instead of GOODBYE by an endpoint that closes because of a mismatch."""
     LANE = 13
-    """Like HELLO, on a connection that becomes lane ``lane`` of the link between the same two ranks. From the dialled
-    end, with the two ranks exchanged: it has accepted the lane."""
+    """Opens lane ``lane`` of the link between the same two ranks on a new connection, otherwise like HELLO. The dialled
+    end sends it back, with the two ranks exchanged, when it has accepted the lane."""
     STRIPED = 14
-    """Like DATA, but only the first part of the payload follows on the link, the others on its lanes 1 to ``lane``;
+    """First part of a message whose other parts follow on the link's lanes 1 to ``lane``, otherwise like DATA;
     ``length`` is that of the whole message."""
     STRIPE = 15
     """The part of a STRIPED message on lane ``lane``; ``length`` is that of the part, the rest as in its message."""

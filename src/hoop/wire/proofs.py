@@ -30,18 +30,18 @@ from hoop.wire.tokens import Token
 
 SCHEME = "Hoop-Proof"
 NOTHING = "-"
-"""In place of a challenge that the caller does not have, and of the digest of a stream of requests."""
+"""Value in place of a challenge that the caller does not have, and of the digest of a stream of requests."""
 COORDINATOR_TARGET = "coordinator"
 CALLS = 16384
-"""A server makes a new challenge after this number of calls; the one before is valid until then."""
+"""Number of calls after which a server makes a new challenge; the one before is valid until then."""
 FRESH_S = 1.0
-"""In this time a server cannot make a new challenge: one call takes it longer than FRESH_S / CALLS, 61 us."""
+"""Seconds in which a server cannot make a new challenge: one call takes it longer than FRESH_S / CALLS, 61 us."""
 
 _HEX = 32
-"""Digits of a challenge and of a nonce, which are random."""
+"""Hexadecimal digits of a challenge and of a nonce, which are random."""
 HEADER = "authorization"
 ASK_PATH = "/hoop.v1.Challenge/Ask"
-"""A method that no server has. A server that checks proofs answers with its challenge."""
+"""Path of a method that no server has. A server that checks proofs answers with its challenge."""
 CHALLENGE_KEY = "hoop-challenge"
 """Key of the trailing metadata in which a server sends its challenge."""
 
@@ -111,7 +111,7 @@ class Verdict(NamedTuple):
     proof: Proof | None = None
     problem: str = ""
     challenge: str = ""
-    """To be sent to the caller, which can then make the call again."""
+    """Challenge to send to the caller, which can then make the call again."""
 
 
 class Verifier:
@@ -123,7 +123,7 @@ class Verifier:
         self._target, self._calls = target, calls
         self._challenge = secrets.token_hex(_HEX // 2)
         self._nonces: dict[str, set[str]] = {self._challenge: set()}
-        """Nonces that were used, by challenge: of the current one and of the one before."""
+        """Nonces that were used with the current challenge and with the one before, by challenge."""
 
     def check(self, method: str, text: str) -> Verdict:
         *fields, mac = text.split(" ")

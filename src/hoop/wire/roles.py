@@ -47,4 +47,4 @@ def _parse_table(table: str) -> dict[str, frozenset[Role]]:
 
 
 ALLOWED = _parse_table(_TABLE)
-"""Method path (``/hoop.v1.Device/Read``) to the roles that may call it."""
+"""Roles that may call each method, by its path (``/hoop.v1.Device/Read``)."""

@@ -37,11 +37,11 @@ from hoop.wire.proofs import digest
 
 log = logging.getLogger("hoop.wire")
 MAX_RECEIVING = 4
-"""Requests of one server that are read at the same time: at most this many times the largest message is held."""
+"""Maximum number of requests that one server reads at the same time; it holds as many times the largest message."""
 HURRIED_S = 2.0
-"""How long a request may take to arrive while others wait."""
+"""Seconds that a request may take to arrive while others wait."""
 RECEIVE_S = 60.0
-"""How long a request may take to arrive."""
+"""Seconds that a request may take to arrive."""
 
 Message = TypeVar("Message")
 
@@ -51,7 +51,7 @@ class _Reception:
     began: float
     limit: asyncio.Timeout
     hurried: bool = False
-    """It ends ``HURRIED_S`` seconds after it began, because another one waits."""
+    """True if it ends ``HURRIED_S`` seconds after it began, because another one waits."""
 
 
 class Receiving:
@@ -68,9 +68,9 @@ class Receiving:
         self._slots = asyncio.Semaphore(most)
         self._hurried_s, self._receive_s = hurried_s, receive_s
         self._receptions: list[_Reception] = []
-        """The oldest first."""
+        """Requests that arrive now, the oldest first."""
         self._waiting = 0
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
 
     @property
     def count(self) -> int:
@@ -195,7 +195,7 @@ _MAX_DETAILS = 1500
 
 _CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
 PROVED_DIGEST: ContextVar[str | None] = ContextVar("hoop-proved-digest", default=None)
-"""The digest of the only request that the proof of this call is for; None: the call carries no proof."""
+"""Digest of the only request for which the proof of this call is valid; None: the call carries no proof."""
 
 
 def calling_host() -> str:
@@ -208,7 +208,7 @@ def host_of(peer: str) -> str:
 
 
 OnRefused = Callable[[str, str, str, str], None]
-"""Called when a call is refused for a mistake of the caller: method, caller's host, name of the status, text."""
+"""Callback for a call that is refused for a mistake of the caller: method, caller's host, name of the status, text."""
 
 
 def handlers(service: Any, servicer: object, receiving: Receiving, on_refused: OnRefused | None = None) -> Any:

@@ -45,13 +45,14 @@ from hoop.wire.roles import Role
 
 log = logging.getLogger("hoop.wire")
 _MIN_CHARACTERS = 32
-"""Of a join token; ``hoop token`` makes one of 256 random bits."""
+"""Minimum length of a join token in characters; ``hoop token`` makes one of 256 random bits."""
 _MAX_FILE_BYTES = 4096
 _ROLE_TOKEN = re.compile(r"hoop-(device|client)((?:-[0-9a-f]{64})+)")
 _VERIFIED = (Role.COORDINATOR, Role.CLIENT)
 """Roles whose calls a device verifies, besides those of other devices."""
 _DEVICE_PARTS = 5
-"""Parts of a device's token: the secret, a key for each of _VERIFIED, the digest of a client's token, the link key."""
+"""Number of parts of a device's token: the secret, a key for each of _VERIFIED, the digest of a client's token, the
+link key."""
 _DEVICE_PARTS_0_1 = 4
 _SUFFIX = ".token"
 _REMEDY = "set XDG_RUNTIME_DIR to a folder of yours, or give --token-file FILE (hoop token FILE makes one)"
@@ -64,7 +65,7 @@ class Token:
     secrets: Mapping[Role, str]
     """Secrets by role, for the roles that this process can take."""
     keys: Mapping[Role, bytes]
-    """Only in a device's token: by role, the key with which the device verifies that role's calls to it."""
+    """Keys with which a device verifies calls, by the caller's role; only in a device's token."""
     bearer: bytes
     """SHA-256 of a client's token, which programs that do not make proofs send; empty: none is accepted."""
     link_key: bytes
@@ -245,7 +246,7 @@ class LocalToken:
 
     text: str = field(default_factory=new_token, repr=False)
     required: bool = True
-    """Whether a file that cannot be written is an error. If not, only commands from elsewhere miss it."""
+    """Whether it is an error if the file cannot be written. If not, only commands of other terminals miss it."""
     kept: bool = False
     """Whether a successor on the same journal finds the token without the file of the port."""
     _port: int | None = None
