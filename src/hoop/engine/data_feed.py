@@ -23,7 +23,7 @@ class Position:
     step: int
     """Number of the step within its epoch."""
     done: int
-    """Number of steps before it, over all epochs."""
+    """Number of steps before this one, over all epochs."""
 
 
 def microbatch_seed(seed: int, done: int, micro: int) -> int:
@@ -50,7 +50,7 @@ class DataFeed:
         self._free_buffers: list[SampleBuffer] = []
         self._buffers_in_use: dict[int, SampleBuffer] = {}
         self._prefetched: tuple[Position, int, PrefetchedBatch] | None = None
-        """A batch that is prefetched: its step, its first micro-batch and its samples."""
+        """The batch that is being prefetched: position of its step, its first micro-batch, its samples."""
         self._batches: dict[int, Batch] = {}
         self._samples: list[Indices] = []
         self._position = Position(0, 0, 0)
@@ -60,9 +60,9 @@ class DataFeed:
         While the trainer passes the same object for each step, the cache stays valid.
         """
         self._cache: dict[tuple[int, int], Batch] = {}
-        """Batches by (first micro-batch, number of samples)."""
+        """Cached batches by (first micro-batch, number of samples)."""
         self.cache_bytes = 0
-        """Size limit of the cache. More than 0 only for stages that never write to their inputs."""
+        """Maximum size of the cache in bytes. More than 0 only for stages that never write to their inputs."""
         self.num_nonempty = 0
         """Number of micro-batches of the step that have samples."""
         self.fingerprints: dict[int, int] = {}

@@ -18,7 +18,7 @@ class Watch(NamedTuple):
     """The best value of the monitored metric, and the evaluations since then."""
 
     best: float = math.nan
-    """NaN before the first evaluation."""
+    """Best value of the monitored metric; NaN before the first evaluation."""
     waited: int = 0
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hoop.engine")
 FLUSH_TIMEOUT_S = 5.0
-"""How long a device that ends after an error of its GPU waits until its last event has been sent."""
+"""Seconds that a device that ends after an error of its GPU waits until its last event has been sent."""
 EXIT_CODE = 3
 
 

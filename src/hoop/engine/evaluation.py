@@ -22,7 +22,7 @@ from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 
 CHUNK = 500
-"""Samples of a chunk."""
+"""Number of samples that are evaluated at a time, as one batch."""
 
 
 def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
@@ -32,7 +32,7 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
     chunks = -(-len(data) // CHUNK)
     metrics = np.zeros((chunks, 2), np.float64)
     computed: dict[int, tuple[Tensor, Tensor, int]] = {}
-    """Loss and hits of this rank's chunks, on the device, and their samples."""
+    """Loss and correct answers (on the device) and number of samples of each chunk that this rank has evaluated."""
     deadline = time.monotonic() + executor.settings.timeout_s
     holders = executor.plan.holders
     replicas = len(holders[0])

@@ -47,7 +47,8 @@ from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 
 MIN_PREFETCH_RANKS = 4
-"""Prefetching paid with 8 and 16 ranks and not with 2 (benchmarks/training); between them not measured."""
+"""Minimum number of ranks for prefetching, which paid with 8 and 16 ranks and not with 2 (benchmarks/training); in
+between it was not measured."""
 
 
 class DeferredUpdates:
@@ -152,7 +153,7 @@ class RankRuntime:
     context: RankContext
     settings: Settings
     vectors: StateVectors
-    """Allocates the state in the arena."""
+    """Allocator of the state's vectors in the arena."""
     accelerator: Accelerator | None = None
 
 
@@ -162,7 +163,7 @@ class PartitionedModel:
 
     blocks: Sequence[nn.Module]
     bounds: Sequence[int]
-    """First block of each stage."""
+    """Number of the first block of each stage."""
 
     def stage(self, number: int) -> tuple[int, int]:
         """The first block of a stage, and the one after its last."""
@@ -210,11 +211,11 @@ class PlanExecutor:
         feed = custom.feed if custom is not None else DataFeed(data, settings.seed, rows)
         self.activations = ActivationFlow(feed, channel, accelerator)
         self.stage_states = _make_stage_states(runtime, model, plan, resident) if custom is None else {0: custom.state}
-        """The stages that this rank holds, by number."""
+        """States of the stages that this rank holds, by number of the stage."""
         self._first_stage = min(self.stage_states, default=0)
         self.accelerator, self._usual_batch = accelerator, min(settings.batch_size, len(data))
         self.update_device = accelerator.device if accelerator is not None else CPU
-        """Where the updates of the weights are computed."""
+        """Device on which the updates of the weights are computed."""
         self._norm = GradientNorm(
             context, settings, model.blocks, [*model.bounds, len(model.blocks)], self.update_device
         )
@@ -228,7 +229,7 @@ class PlanExecutor:
         """Seconds of the current instruction in which this rank loaded samples of the next step."""
         slow = settings.slowdown
         self.extra_slowdown: float = slow[context.rank] - 1 if context.rank < len(slow) else 0
-        """For experiments: seconds to sleep for each second of computation."""
+        """Seconds to sleep for each second of computation, for experiments."""
         self.rate = 0.0
         """Learning rate of the step."""
         self.extra_bytes_sent = 0
@@ -240,10 +241,10 @@ class PlanExecutor:
         self.steps_updated = -1
         """Number of steps whose update was made or submitted; -1 before the first."""
         self.instruction_hooks: list[Callable[[int, Instruction], None]] = []
-        """Called with the step and each instruction, before it is executed."""
+        """Hooks that are called with the step and each instruction, before it is executed."""
         self._batched: BatchedShards | None = None
         self.max_batched_shards = 1
-        """How many shards may be computed as one batch."""
+        """Maximum number of shards that are computed as one batch."""
         by_hand = self.objective is not None and self.objective.by_hand is not None
         if plan.stages == 1 and by_hand and not resident:
             whole = self.stage_states.get(0)

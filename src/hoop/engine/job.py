@@ -55,13 +55,15 @@ class Job:
     about: str = ""
     reduction: str | None = None
     optimizer: Callable[[Any], Any] | None = None
-    """Makes a ``torch.optim.Optimizer`` of the parameters or parameter groups; None: that of the settings."""
+    """Function that makes a ``torch.optim.Optimizer`` of the parameters or parameter groups; None: that of the
+    settings."""
     parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
-    """The parameter groups of a model; None: one group of all trained parameters."""
+    """Function that returns the parameter groups of a model; None: one group of all trained parameters."""
     lr_scheduler: Callable[[Any], Any] | None = None
-    """Makes a scheduler of ``torch.optim.lr_scheduler`` of the optimizer; None: the schedule of the settings."""
+    """Function that makes a scheduler of ``torch.optim.lr_scheduler`` of the optimizer; None: the schedule of the
+    settings."""
     scheduler_interval: Literal["step", "epoch"] = "step"
-    """When the scheduler steps: after every step, or after every epoch."""
+    """Time when the scheduler steps: after every step, or after every epoch."""
     ema: float = 0.0
     """Decay of an exponential moving average of the weights, such as 0.999; 0: no average."""
 

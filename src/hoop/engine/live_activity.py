@@ -21,11 +21,11 @@ from hoop.plan.instructions import COMMUNICATE, SHARE
 from hoop.plan.plan import Plan
 
 MAX_SPANS = 5000
-"""Of one trace; later instructions are left out."""
+"""Maximum number of spans in a trace; later instructions are left out."""
 _EMPTY = RankActivity()
 _COMMUNICATION = tuple(category for category, share in SHARE.items() if share == COMMUNICATE)
 Span = tuple[str, str, float, float]
-"""As in ``InstructionProfiler.spans``."""
+"""Name, category, start and duration in seconds of an instruction, as in ``InstructionProfiler.spans``."""
 
 
 @dataclass

@@ -25,13 +25,13 @@ from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
 
 WINDOW = 8
-"""Steps in the moving window: a device that becomes slow is reported after this many."""
+"""Number of steps in the moving window: a device that becomes slow is reported after this many."""
 SLOW_FACTOR = 1.5
-"""A device this many times slower than the others becomes a straggler."""
+"""Ratio to the other devices' seconds per shard above which a device becomes a straggler."""
 RECOVERED_FACTOR = 1.2
-"""A straggler less than this many times slower than the others stops being one."""
+"""Ratio to the other devices' seconds per shard below which a device is a straggler no more."""
 FLOOR_S = 0.001
-"""Differences below this, in seconds per shard, are call overhead and do not count."""
+"""Smallest difference in seconds per shard that counts: smaller ones are call overhead."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StragglerVerdict:
     rank: int
     slow: bool
     slowdown: float
-    """Its seconds per shard, relative to the other ranks'."""
+    """Ratio of the rank's seconds per shard to those of the other ranks."""
 
     def to_event(self, step: int) -> Straggler:
         return Straggler(step, straggler=self.rank, slow=self.slow, times=self.slowdown)
@@ -58,7 +58,7 @@ class Measurements:
         self._added: deque[Sequence[float]] = deque(maxlen=WINDOW)
         """Steps in which every rank computed a shard, and which are not in ``_windows`` yet."""
         self._fastest: deque[float] = deque(maxlen=WINDOW)
-        """The least measurement of each of the last steps."""
+        """Minimum measurement of each of the last steps, over all ranks."""
 
     def add(self, seconds: Sequence[float]) -> None:
         """Adds one step's seconds per shard, by rank; 0: the rank computed no shard."""
@@ -137,14 +137,16 @@ class StragglerDetector:
 
 
 MAX_PAUSE = 512
-"""Steps between two changes, at most. Each change doubles the pause, so that noise does not keep moving shards."""
+"""Maximum number of steps between two changes. Each change doubles the pause, so that noise does not keep moving
+shards."""
 MAX_RATIO = 0.85
-"""A new plan must be predicted to take at most this share of the present plan's step time."""
+"""Maximum ratio of the step times that are predicted with a new plan and with the present one; else the present one
+stays."""
 EVEN_RATIO = 1.1
-"""The same for the plan for equal devices, which is chosen even if it looks a little slower. A rank with few shards
-looks slow, because its seconds per shard contain what a step costs with any number of shards: it would never get them
-back. A device that is slow enough to lose shards by ``MAX_RATIO`` does not get them back by this, so that they do not
-go to and fro."""
+"""Like ``MAX_RATIO``, for the plan for equal devices, which is chosen even if it looks a little slower. A rank with few
+shards looks slow, because its seconds per shard contain what a step costs with any number of shards: it would never get
+them back. A device that is slow enough to lose shards by ``MAX_RATIO`` does not get them back by this, so that they do
+not go to and fro."""
 
 
 def load_balancer_for(strategy: Strategy, plan: Plan, enabled: bool, oversubscription: float) -> LoadBalancer | None:

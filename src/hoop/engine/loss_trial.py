@@ -22,7 +22,7 @@ from hoop.engine.stage.autograd import MEAN, SUM, buffers_restored
 SAMPLES = 32
 """Number of samples of a trial call."""
 CUTS = ((11,), (2, 5, 16))
-"""Where the samples are cut into parts."""
+"""Indices at which the samples are cut into parts, for two trials."""
 TOLERANCE = 1e-4
 """Relative difference allowed between a loss and the mean or sum of its parts: more than float32 rounding."""
 

@@ -12,7 +12,7 @@ from typing import Literal
 from hoop.errors import InvalidArgument
 
 OPTIMIZERS = {"sgd": 1, "adam": 2, "adamw": 2}
-"""Number of state vectors (moments) of each optimizer."""
+"""Names of the optimizers, each with its maximum number of state vectors (moments)."""
 SCHEDULES = ("constant", "step", "cosine")
 _MAX_STEPS = 10**12
 _MAX_STEP_FACTOR = 1000.0
@@ -32,11 +32,11 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     schedule: Literal["constant", "step", "cosine"] = "constant"
     warmup: int = 0
-    """Steps of linear warm-up from 0."""
+    """Number of steps of linear warm-up from 0."""
     step_every: int = 0
-    """Schedule ``step``: every ``step_every`` steps the learning rate is multiplied …"""
+    """Schedule ``step``: number of steps after which the learning rate is multiplied by ``step_factor``."""
     step_factor: float = 0.1
-    """… by ``step_factor``."""
+    """Schedule ``step``: factor by which the learning rate is multiplied every ``step_every`` steps."""
     final: float = 0.0
     """Schedule ``cosine``: the final learning rate, as a fraction of ``lr``."""
     clip: float = 0.0

@@ -28,7 +28,7 @@ from hoop.memory.dtypes import dtype
 
 log = logging.getLogger("hoop.engine")
 MAX_SLOTS = 64
-"""Slots of a rank for messages to one peer."""
+"""Maximum number of slots of a rank for messages to one peer."""
 Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -38,10 +38,10 @@ class _Slot:
 
     name: str
     data: Tensor
-    """Its bytes."""
+    """Bytes of the slot, on the accelerator."""
     place: int
     message: int = 0
-    """Number of the last message to the peer that was written there."""
+    """Number of the last message to the peer that was written to this slot."""
 
 
 class PeerTensors:
@@ -51,14 +51,14 @@ class PeerTensors:
         """Collective."""
         self._memory, rank = memory, communicator.rank
         self._read: Counts = memory.vectors.new("peer.read", communicator.size, dtype("int64")).view(np.int64)
-        """By sender: messages that this rank has read."""
+        """Number of messages from each rank that this rank has read."""
         own = place_in(memory.arenas[rank], self._read.ctypes.data) if memory.peers else 0
         places = all_gather_object(communicator, own, timeout)
         self._read_by_peer: dict[int, Counts] = {
             peer: memory.arenas[peer][places[peer] + 8 * rank : places[peer] + 8 * rank + 8].view(np.int64)
             for peer in memory.peers
         }
-        """By receiver: messages of this rank that it has read."""
+        """Number of this rank's messages that each receiver has read, in the receiver's memory."""
         self._sent = dict.fromkeys(memory.peers, 0)
         self._slots: dict[int, list[_Slot]] = {peer: [] for peer in memory.peers}
         self._slots_made = 0

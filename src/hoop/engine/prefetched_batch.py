@@ -13,9 +13,9 @@ import itertools
 from hoop.data.dataset import Batch, Dataset, Indices
 
 PIECES = 4
-"""Pieces of a batch. More of them delay other ranks less, but a small piece costs more per sample."""
+"""Maximum number of pieces of a batch. More of them delay other ranks less, but a small piece costs more per sample."""
 MIN_ROWS = 16
-"""Samples of a piece, at least."""
+"""Minimum number of samples of a piece."""
 
 
 class SampleBuffer:

@@ -19,7 +19,7 @@ class Prefetcher:
         self._done = self._num_microbatches = 0
         self._microbatches: Sequence[int] = ()
         self.seconds = 0.0
-        """Time spent in it during the current step."""
+        """Seconds spent on prefetching during the current step."""
 
     def begin(self, done: int, microbatches: Sequence[int], num_microbatches: int) -> None:
         """Called when this rank starts to wait for the gradient sum of a step.

@@ -18,15 +18,15 @@ class InstructionProfiler:
     """Accumulates the time of one rank. All times are in seconds, from ``now``."""
 
     category_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SHARE, 0.0))
-    """Total time by category. The keys never change: another thread may read it at any time."""
+    """Total seconds of each category. The keys never change: another thread may read it at any time."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(instruction, category, start, seconds) of every traced instruction."""
     tracing: bool = False
-    """Append to ``spans``."""
+    """True while instructions are appended to ``spans``."""
     instructions: int = 0
     """Number of instructions executed."""
     last_end: float = 0.0
-    """When the last recorded work ended."""
+    """Time when the last recorded work ended."""
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -33,13 +33,13 @@ from hoop.memory.dtypes import dtype
 EMIT_S = 0.25
 """Seconds between emissions."""
 EMIT_ROWS = 128
-"""This many rows are emitted at once, without waiting: half of the step log, which remains if all devices die."""
+"""Number of rows that are emitted at once, without waiting: half of the step log, which remains if all devices die."""
 EVENT_ROWS = 256
-"""Rows in one event, at most."""
+"""Maximum number of rows in one event."""
 KEPT_ROWS = 2048
-"""Rows that a rank keeps at most …"""
+"""Maximum number of rows that a rank keeps, if ``KEPT_BYTES`` do not allow fewer."""
 KEPT_BYTES = 4 << 20
-"""… within this many bytes: a row grows with the number of shards."""
+"""Maximum bytes of the rows that a rank keeps: a row grows with the number of shards."""
 _NO_EVALUATION = -1
 
 
@@ -53,9 +53,9 @@ class Evaluation:
     accuracy: float | None = None
     watch: Watch = field(default_factory=Watch)
     before: Watch = field(default_factory=Watch)
-    """``watch`` before this evaluation: after a recovery the same step may be evaluated again."""
+    """Value of ``watch`` before this evaluation: after a recovery the same step may be evaluated again."""
     metrics: tuple[float, ...] = ()
-    """In the order of the metrics' names."""
+    """Values of the further metrics, in the order of their names."""
 
     def to_row(self) -> list[float]:
         """The fields as numbers, of which NaN is None."""
@@ -89,13 +89,13 @@ class ProgressReporter:
         self._split = split
         width = 2 + len(self._metric_names) + provenance.width
         self._rows: deque[tuple[float, ...]] = deque(maxlen=min(KEPT_ROWS, max(256, KEPT_BYTES // width // 8)))
-        """Loss, seconds and metrics of the last steps; the last row is that of step ``_done``."""
+        """Loss, seconds, metrics and provenance of the last steps; the last row is that of step ``_done``."""
         self._done = 0
         self._emitted = 0
-        """This rank has emitted rows up to this step, or need not."""
+        """Last step whose row this rank has emitted, or need not emit."""
         self._last_emit = time.perf_counter()
         self.evaluation = Evaluation()
-        """The newest evaluation, of this rank or another one."""
+        """Newest evaluation, of this rank or another one."""
         self._emitted_evaluation = _NO_EVALUATION
 
     def add(self, done: int, losses: Sequence[float], seconds: float, metrics: Sequence[float] = ()) -> None:

@@ -28,11 +28,11 @@ class RunEntry:
         self._emit, self._joined_late = emit, joining
         self._logged_rows = read_step_log(context.arena, prefix, context.run) if joining else {}
         self.arena_shards = load_from_arena(context.arena, prefix, context.run) if joining else []
-        """State of the run that the arena had, newest first."""
+        """Versions of the run's state that the arena had, newest first."""
         self.joining = joining
         """True until the first recovery is complete: this rank has no state, or only the arena's."""
         self.has_only_a_part = False
-        """The arena had state of the run, and none of it whole: the ranks of this job shard the update."""
+        """True if the arena had only parts of the run's state: the ranks of this job shard the update."""
         self.emits_started = not joining
         """True if this rank must emit ``started``."""
 

@@ -36,15 +36,16 @@ class Settings:
     epochs: int = 10
     batch_size: int = 256
     shards: int = 8
-    """Shards of a global batch. The result depends on this number, not on the number of devices."""
+    """Number of shards of a global batch. The result depends on it, not on the number of devices."""
     accumulate: int = 1
-    """Micro-batches per shard, computed one after the other: less memory, the same batch."""
+    """Number of micro-batches per shard, computed one after the other: less memory, the same batch."""
     seed: int = 0
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     precision: str = "float32"
     """Precision of the forward, one of ``PRECISIONS``; weights, gradients and updates are always float32."""
     accelerator: str = "auto"
-    """``cpu``, ``cuda``, or ``auto``: cuda if all devices have it. (``emulated``, for tests: GPU code on the CPU.)"""
+    """Where to compute: ``cpu``, ``cuda``, or ``auto``: cuda if all devices have it. (``emulated``, for tests: GPU code
+    on the CPU.)"""
     graphs: bool = True
     """GPU: record forward and backward as CUDA graphs and replay them, where that gives the same result."""
     channels_last: bool = False
@@ -63,20 +64,20 @@ class Settings:
     replicate: bool = True
     """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
     replicas: int = 1
-    """Replicas of each part, on different devices: as many devices may be lost at once."""
+    """Number of replicas of each part, on different devices: as many devices may be lost at once."""
     host_replica_s: float = 5.0
     """Data parallel on GPUs: seconds between copies of the state to host memory, for the case that all devices lose
     their GPU at once and are restarted; 0: none between checkpoints."""
     min_devices: int = 1
-    """The fewest devices with which the job goes on; with fewer it waits for others (``--min``)."""
+    """Minimum number of devices with which the job goes on; with fewer it waits for others (``--min``)."""
     max_devices: int = 0
-    """The most devices that the job takes while it runs (``--devices 4:16``); 0: all that join its cluster."""
+    """Maximum number of devices that the job takes while it runs (``--devices 4:16``); 0: all that join its cluster."""
     allow_mixed: bool = False
     """Let devices take part that have another version of Hoop or PyTorch; the weights then depend on the devices."""
     require_same_bits: bool = False
     """Refuse devices whose processors round differently. Without it they take part, and an event names them."""
     slowdown: tuple[float, ...] = ()
-    """For experiments: factor by which each rank's computation is slowed down, 1 or more."""
+    """For experiments: factor by which each rank's computation is slowed down, 1 or more; empty: none is."""
     faults: str = ""
     """For tests: faults to inject, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
     sharded_update: str = "auto"
@@ -84,11 +85,11 @@ class Settings:
     1). One of ``SHARDED_UPDATES``; ``auto``: if measured costs say that it is faster, or if the state fits only then.
     """
     bucket_bytes: int = 4 << 20
-    """Size of gradient buckets, which are reduced while the backward continues; 0: one bucket, after the backward."""
+    """Bytes of a gradient bucket, which is reduced while the backward continues; 0: one bucket, after the backward."""
     evaluate_every: int = 1
-    """Epochs between evaluations. The final model is always evaluated; 0: only that."""
+    """Number of epochs between evaluations. The final model is always evaluated; 0: only that."""
     checkpoint_every: int = 1
-    """Epochs between checkpoints. The final model always gets one; 0: only that."""
+    """Number of epochs between checkpoints. The final model always gets one; 0: only that."""
     keep: int = 3
     """Number of checkpoints to keep, the newest ones."""
     max_steps: int = 0
@@ -106,9 +107,9 @@ class Settings:
     min_delta: float = 0.0
     """Early stopping: the least change of ``monitor`` that counts as better."""
     trace_steps: int = 50
-    """Record every instruction of this many steps at the start, for the timeline."""
+    """Number of steps at the start whose instructions are recorded, for the timeline."""
     timeout_s: float = 120.0
-    """How long a rank waits for another one within a step, in seconds."""
+    """Seconds that a rank waits for another one within a step."""
 
     @property
     def num_microbatches(self) -> int:
@@ -256,7 +257,7 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     "trace_steps": (0, 100_000),
     "bucket_bytes": (0, 1 << 40),
 }
-"""The least and the most of each whole number. What is above would use up a machine's memory or threads."""
+"""Minimum and maximum of each whole number. Larger values would use up a machine's memory or threads."""
 _KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -278,7 +279,7 @@ _ELSEWHERE = {
     "num_train_epochs": "epochs",
     "per_device_train_batch_size": "batch_size",
 }
-"""What Keras, Lightning and Hugging Face call settings of Hoop."""
+"""Names that Keras, Lightning and Hugging Face have for settings of Hoop, each with Hoop's."""
 
 
 def _known(key: str, names: list[str]) -> str:

@@ -119,7 +119,7 @@ class TrainingSetup:
     blocks: list[Block]
     """Measured cost of each block."""
     bounds: list[int]
-    """First block of each stage."""
+    """Number of the first block of each stage."""
     strategy: Strategy
     plan: Plan
     executor: PlanExecutor
@@ -127,7 +127,7 @@ class TrainingSetup:
     step_costs: dict[str, Any] | None = None
     """Measured costs of a step, for the prediction of the run's duration; None after resharding."""
     rounding: str = ""
-    """A warning that names the ranks whose arithmetic rounds differently; empty: all ranks compute the same bits."""
+    """Warning that names the ranks whose arithmetic rounds differently; empty: all ranks compute the same bits."""
 
     def describe_stages(self) -> list[str]:
         """Text for each stage and each server slice: its blocks and its ranks."""
@@ -149,7 +149,7 @@ class EarlierSetup:
     model: nn.Module | None = None
     """The job's model; None: it is built."""
     costs: list[Block] | None = None
-    """The costs of its blocks, if this rank has measured them."""
+    """Measured costs of the model's blocks, if this rank has measured them."""
     kept_versions: KeptVersions | None = None
     """Versions of the state that are in the arena after a membership change; None: the run starts."""
 

@@ -33,7 +33,7 @@ class StepSchedule:
         self._settings = settings
         self._order = SampleOrder(settings.seed, samples)
         self._in_order = np.arange(samples, dtype=np.int64)
-        """The samples in the order of the dataset, for ``shuffle=False``."""
+        """Numbers of the samples in the order of the dataset, for ``shuffle=False``."""
         self.samples = samples
         self.steps_per_epoch = self._order.steps(settings.batch_size)
         if settings.drop_last and samples % settings.batch_size:
@@ -44,7 +44,7 @@ class StepSchedule:
                 "a smaller batch_size, or drop_last=False"
             )
         self._steps = settings.epochs * self.steps_per_epoch
-        """Steps of all epochs, which the learning-rate schedule spans."""
+        """Number of steps of all epochs, which the learning-rate schedule spans."""
         self.total_steps = min(self._steps, settings.max_steps or self._steps)
 
     def rate(self, done: int) -> float:

@@ -26,11 +26,11 @@ _KINDS = list(InstructionKind)
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float16, torch.uint8, torch.int32]
 _MAX_ELEMENTS = 1 << 40
 _FIXED = 6
-"""Words of a header before the shape: kind, stage, micro-batch, dtype, dimensions, place."""
+"""Number of words of a header before the shape: kind, stage, micro-batch, dtype, dimensions, place."""
 _NO_PLACE = -1
-"""The elements follow the header."""
+"""Value of the header's word ``place`` if the elements follow the header."""
 TensorReceiver = Callable[[Instruction], Tensor | None]
-"""Returns the tensor into which a message is received, or None to allocate one."""
+"""Function that returns the tensor into which a message is received, or None to allocate one."""
 
 
 class TensorChannel:
@@ -40,10 +40,10 @@ class TensorChannel:
         """``peer_tensors``: tensors on this rank's GPU can go to the ranks of its host directly."""
         self.endpoint, self._peer_tensors = endpoint, peer_tensors
         self.bytes_shared = 0
-        """Bytes of tensors that other ranks read in this rank's memory."""
+        """Number of bytes of tensors that other ranks read in this rank's memory."""
         self._early: dict[Instruction, Tensor] = {}
         self.idle_work: Callable[[], None] | None = None
-        """Called once, when a receive would otherwise wait: work that overlaps with communication."""
+        """Function that is called once, when a receive would otherwise wait: work that overlaps with communication."""
 
     def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> PendingSend | None:
         """Start sending a tensor to ``instruction.peer``.

@@ -72,7 +72,7 @@ from hoop.strategies.data_parallel import for_hosts
 
 log = logging.getLogger("hoop.engine")
 REASSIGNMENT_TIMEOUT_S = 600.0
-"""How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
+"""Seconds that a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
 
 
 def check_faults(settings: Settings, devices: int, samples: int, linked: bool = True) -> None:
@@ -118,8 +118,12 @@ class Trainer:
         if not joining:
             check_faults(settings, context.size, len(self._data.train), context.linked)
             check_replicas(settings.replicas, context.size)
-        self._done = self._epoch_end = self._first_step = 0
-        """Steps done; the newest epoch end that has been processed; steps done when this rank began."""
+        self._done = 0
+        """Number of steps done."""
+        self._epoch_end = 0
+        """Number of steps done at the newest epoch end that has been processed."""
+        self._first_step = 0
+        """Number of steps done when this rank began."""
         self._stopped = self._reassignment_agreed = self._reassigning = False
         self._missing_shards: list[int] = []
         self._entry = RunEntry(joining, emit, context, prefix)
@@ -130,16 +134,18 @@ class Trainer:
         self._early_stopping = EarlyStopping(settings)
         self._vectors = StateVectors(context.arena, prefix, context.run)
         self._first_tensors: dict[str, Tensor] = {}
+        """State that the run begins with, if this rank could not set up with the first ranks."""
         self._first_size = 0
-        """State that the run begins with, and its ranks, if this rank could not set up with them."""
-        self._job, self._announces_sharding = job, False
-        """``_announces_sharding``: in a recovery this rank must tell others that the update is sharded."""
+        """Number of ranks that the run begins with, if this rank could not set up with them; else 0."""
+        self._job = job
+        self._announces_sharding = False
+        """True if this rank must tell others in a recovery that the update is sharded."""
         self._sharded: ShardedStateManager | None = None
         if not parse(settings.strategy).replicated:
             self._sharded = self._new_sharded_state()
         self._activity = LiveActivity()
         self._opened: PlanExecutor | None = None
-        """``executor``, once there is one: a device that joins may get it in its first recovery."""
+        """The same as ``executor``; None before there is one: a device that joins may get it in its first recovery."""
         self._setup_error: PeerError | None = None
         if joining and self._sharded is not None:
             self._sharded.initial_model = model  # the first recovery decides which part of it this rank holds

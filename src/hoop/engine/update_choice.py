@@ -24,9 +24,10 @@ from hoop.strategies.data_parallel import DataParallel
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 MIN_WEIGHT_BYTES = 4 << 20
-"""An update of fewer weights takes about as long as the agreement: it is not sharded, and nothing is measured."""
+"""Minimum bytes of weights for a sharded update. A smaller one takes about as long as the agreement; nothing is
+measured."""
 MIN_GAIN = 0.2
-"""The least share of the update's time that must be saved. Measured costs are that uncertain."""
+"""Minimum share of the update's time that must be saved. Measured costs are that uncertain."""
 _PROBE_BYTES = (1 << 22,)
 
 
@@ -34,15 +35,15 @@ class UpdateCosts(NamedTuple):
     """Measured seconds, the most of all ranks."""
 
     update: float
-    """Update of all weights."""
+    """Seconds of the update of all weights."""
     agree: float
-    """Agreement of all ranks, and a message to the holder of a replica."""
+    """Seconds of the agreement of all ranks, and of a message to the holder of a replica."""
     copy: float
-    """Transfer of all gradients to the holder of a replica."""
+    """Seconds of the transfer of all gradients to the holder of a replica."""
     keep: float
-    """Copy of the whole state to the arena, if that survives the process; else 0."""
+    """Seconds of the copy of the whole state to the arena, if that survives the process; else 0."""
     add: float
-    """Addition of two gradients."""
+    """Seconds of the addition of two gradients."""
 
 
 def saved_seconds(costs: UpdateCosts, devices: int, replicas: int, overlaps: bool) -> float:

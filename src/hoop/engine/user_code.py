@@ -17,7 +17,7 @@ from hoop.errors import HoopError, InternalError, UserError
 _HOOP = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MODULES = f"torch{os.sep}nn{os.sep}"
-"""The user chose the layers and losses of PyTorch that Hoop calls, and their inputs."""
+"""Part of the path of PyTorch's modules: the user chose the layers and losses that Hoop calls, and their inputs."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from hoop.engine.step_schedule import StepWork
 
 log = logging.getLogger("hoop.engine")
 LOADERS: dict[str, WorkerPool] = {}
-"""By name of a job: the workers that this device has forked for it before it had threads."""
+"""Worker pools that this device has forked for a job before it had threads, by the job's name."""
 
 
 def fork_loaders(job: str) -> None:
@@ -35,7 +35,7 @@ class StructuredFeed(DataFeed):
     """One rank's batches of the current step, as the dataset's collate function makes them."""
 
     can_prefetch = False
-    """Worker processes prefetch (``prefetch``); a user's samples may take long, and other ranks would wait."""
+    """False: worker processes prefetch (``prefetch``); a user's samples may take long, and other ranks would wait."""
 
     def __init__(self, data: StructuredDataset, seed: int, timeout_s: float, job: str = "") -> None:
         """``job``: its name, by which ``fork_loaders`` has forked workers. Without workers this thread loads."""

@@ -65,13 +65,13 @@ class ShardLoss:
     """The loss of one shard."""
 
     objective: Tensor
-    """The sum that the shard adds to the batch's; its gradient is the shard's."""
+    """Contribution of the shard to the batch's loss; its gradient is the shard's gradient."""
     weight: float
-    """The weight of the shard in the batch: its samples, or its count."""
+    """Weight of the shard in the batch: its number of samples, or its count."""
     metrics: Mapping[str, tuple[float, float]]
-    """By name: the sum and the weight of a further metric."""
+    """Sum and weight of each further metric, by name."""
     correct: float | None = None
-    """Samples classified correctly; None if the outputs are not those of a classification."""
+    """Number of samples classified correctly; None if the outputs are not those of a classification."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class CustomLoss:
     function: Callable[[Any, Any], Any]
     takes_model: bool
     returns: str
-    """``mean``, ``sum``, ``none`` (a value a sample) or ``COUNTED``."""
+    """Reduction that the function applies: ``mean``, ``sum``, ``none`` (a value per sample) or ``COUNTED``."""
     metric_names: tuple[str, ...] = ()
     data_name: str = "data"
 

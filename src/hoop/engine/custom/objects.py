@@ -23,7 +23,7 @@ from hoop.errors import InvalidArgument
 
 Scheduler = LRScheduler | ReduceLROnPlateau
 StateTemplate = list[dict[tuple[int, str], Any]]
-"""For each trained parameter: what the optimizers keep of it, by number of the optimizer and key."""
+"""State that the optimizers keep of each trained parameter, by number of the optimizer and key."""
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -140,12 +140,12 @@ class TrainedObjects(ABC):
     names: Mapping[int, str]
     """Name of each parameter and buffer, by ``id``."""
     trained: Sequence[Tensor]
-    """The parameters that have gradients."""
+    """Parameters that have gradients."""
     optimizers: Sequence[Optimizer]
     average: Sequence[Tensor]
     """Averages of the trained parameters; empty if there are none."""
     changes_gradients: bool
-    """An optimizer may change the gradients that it gets."""
+    """True if an optimizer may change the gradients that it gets."""
 
     @property
     def device(self) -> torch.device:
@@ -192,7 +192,7 @@ class TrainingObjects(TrainedObjects):
         self._decay, self._settings, self._steps_per_epoch = job.ema, settings.optimizer, steps_per_epoch
         self._every_epoch = job.scheduler_interval == "epoch"
         self._evaluated = -1
-        """Steps done at the last evaluation that a ReduceLROnPlateau has had."""
+        """Number of steps done at the last evaluation that a ReduceLROnPlateau has seen; -1: none."""
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.changes_gradients = not keeps_gradients(self.optimizer)
 

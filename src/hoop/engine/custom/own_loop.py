@@ -127,7 +127,7 @@ def _never_called(model: Any, batch: Any) -> Any:
 
 
 OWN_LOOP_LOSS = CustomLoss(_never_called, True, COUNTED)
-"""A shard's loss is a sum and a weight, which ``step.backward`` gives."""
+"""Loss of a user's own loop: a sum and a weight for each shard, which ``step.backward`` gives."""
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 
 ALIGN_BYTES = 64
 MIN_TEXT_BYTES = 16 << 10
-"""Room for the JSON text: twice its first length, and at least this."""
+"""Bytes reserved for the JSON text, beside twice its first length."""
 _LENGTH_BYTES = 8
 STATE = "hoop.optimizer."
-"""Begins the names of optimizer state in checkpoints: ``hoop.optimizer.0.exp_avg.layer.weight``."""
+"""Prefix of the names of optimizer state in checkpoints: ``hoop.optimizer.0.exp_avg.layer.weight``."""
 AVERAGE = "hoop.average."
 TEXT = "hoop.text"
 """Name of the JSON text in checkpoints, as bytes."""
@@ -60,7 +60,7 @@ class GradientLayout(StateLayout):
     def __init__(self, modules: list[nn.Module], shards: int, metrics: int) -> None:
         super().__init__(modules, shards, any_type=True)
         self.flags = self.total
-        """First of the elements that say which parameters have a gradient."""
+        """Index of the first element that says whether a parameter has a gradient."""
         self.metrics = self.flags + padded(len(self.parameters))
         self.total = self.metrics + padded(2 * metrics)
 

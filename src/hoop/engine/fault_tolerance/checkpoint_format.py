@@ -42,13 +42,13 @@ from hoop.errors import FailedPrecondition
 log = logging.getLogger("hoop.engine")
 MOMENT = "optimizer.moment"
 CUSTOM = "hoop."
-"""Begins the names of optimizer state, averaged weights and texts of custom training (``custom/state.py``)."""
+"""Prefix of the names of optimizer state, averaged weights and texts of custom training (``custom/state.py``)."""
 CHECKSUM_KEY = "sha256"
 """Key of the header's checksum, in a file's metadata and in ``snapshot`` events."""
 _TENSORS_KEY = "tensors_sha256"
 """Key of the tensors' checksums, one after the other, in the order of their bytes."""
 _BLANK_CHECKSUM = "0" * 64
-"""Stands for a checksum until it is computed."""
+"""Placeholder of a checksum until it is computed."""
 _PADDING_KEY = "padding"
 _METADATA_BYTES = 1024
 
@@ -126,7 +126,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The names of types in a file, in the order in which it has their tensors."""
+"""Names of types in a file, in the order in which it has their tensors."""
 
 
 def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
@@ -246,7 +246,7 @@ class VerifiedCheckpoint:
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
     checksums: dict[str, str]
-    """Of the tensors, by name; empty for a file of an earlier version."""
+    """SHA-256 of each tensor, by name; empty for a file of an earlier version."""
 
 
 def verified(data: bytes | bytearray, where: Path | str = "checkpoint") -> VerifiedCheckpoint:
@@ -298,10 +298,10 @@ class _Header:
     """The header of a file."""
 
     end: int
-    """Offset of its end."""
+    """Offset of the header's end in bytes."""
     metadata: dict[str, Any]
     spans: dict[str, tuple[int, int]]
-    """The bytes of each tensor in the file, in the order of the checksums."""
+    """First byte and end of each tensor in the file, in the order of the checksums."""
 
     @classmethod
     def parse(cls, data: bytes | bytearray, where: Path | str, with_tensors: bool = True) -> _Header:

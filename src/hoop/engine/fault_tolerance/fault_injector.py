@@ -18,7 +18,7 @@ from hoop.plan.instructions import Instruction
 from hoop.transport.fault_injection import FaultyLinks
 
 FLUSH_TIMEOUT_S = 10.0
-"""How long a process that is about to die waits until its ``fault`` event has been sent."""
+"""Seconds that a process that is about to die waits until its ``fault`` event has been sent."""
 
 
 class FaultInjector:

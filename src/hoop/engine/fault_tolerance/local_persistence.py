@@ -55,10 +55,10 @@ from hoop.plan.instructions import Instruction, InstructionKind
 # ---- the step log
 
 LOG_STEPS = 256
-"""Rows of the log: more steps than are done between two reports, which are emitted four times a second."""
+"""Number of rows of the log: more steps than are done between two reports, which are emitted four times a second."""
 _NAME = "diary"
 _HEADER_ELEMENTS = 3
-"""Elements of a row before the provenance."""
+"""Number of elements of a row before the provenance."""
 
 
 class StepLog:

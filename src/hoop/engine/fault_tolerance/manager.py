@@ -59,24 +59,27 @@ class ShardedStateManager:
         self._settings, self._job, self._data, self._provenance = settings, job, data, provenance
         self._setup: TrainingSetup | None = None
         self._vectors = [vectors]
-        """Of each partitioning so far; the last ones are in use."""
+        """The vectors of each partitioning so far; the last ones are in use."""
         self._log_vectors = vectors.child("beside.")
         self._step_log: StepLog | None = None
         self._replicator: Replicator | None = None
         self._own_copies: DoubleBufferedState | None = None
-        self._live_step = self._pending_step = NO_STEP
-        """Step of the live state; step it will have after the pending commit."""
+        self._live_step = NO_STEP
+        """Step of the live state."""
+        self._pending_step = NO_STEP
+        """Step that the live state will have after the pending commit; ``NO_STEP``: no commit is pending."""
         self._saved = list(arena_shards)
-        """Consistent versions of state that this rank can offer, in private memory …"""
+        """Consistent versions of state that this rank can offer, in private memory."""
         self._in_arena: list[StateShard] = []
-        """… and those in vectors of earlier partitionings."""
+        """Further versions that it can offer, in vectors of earlier partitionings."""
         self._fresh_start, self._joining, self._left_out, self._reshard_count = False, True, False, 0
         self._written_by_peers: set[int] = set()
-        """Numbers of the partitionings whose totals other ranks write: those in which a stage has several holders."""
+        """Numbers of the partitionings in which other ranks write this rank's total, because a stage has several
+        holders."""
         self.initial_model: nn.Module | None = None
-        """The model that a device built before it joined the job, for its first partitioning."""
+        """Model that a device built before it joined the job, for its first partitioning."""
         self._first_size = 0
-        """Number of ranks that the run began with; 0 if this rank joined later."""
+        """Number of ranks with which the run began; 0 if this rank joined later."""
 
     @property
     def reshard_count(self) -> int:

@@ -91,13 +91,14 @@ class ReplicaLayout:
     """Where each part of a rank's state is in its replica, in bytes. Plain values: the owner sends it as JSON."""
 
     vectors: list[tuple[int, int]]
-    """Offset and size of each vector, in the order of sending."""
+    """Offset and size in bytes of each vector, in the order of sending."""
     flats: list[tuple[int, int, int]]
-    """Per stage: index of its first vector (the weights), elements of the weights, how many of them are trained."""
+    """For each stage: index of its first vector (the weights), number of elements of the weights, how many of them are
+    trained."""
     slices: list[tuple[SliceSpec, int]]
-    """Slices of the state, with offsets."""
+    """Slices of the state, each with its offset."""
     counters: list[tuple[int, int]]
-    """Offset and size of each counter."""
+    """Offset and size in bytes of each counter."""
 
     @classmethod
     def from_json(cls, message: dict[str, Any]) -> ReplicaLayout:
@@ -226,7 +227,7 @@ class Replica:
             else:
                 self._stages.append(GpuStageReplica(accelerator, f"{name}.stage{number}.", flat, optimizer))
         self.counters: Bytes = np.empty(sum(count for _, count in layout.counters), np.uint8)
-        """Receive buffer: the counters after the step."""
+        """Buffer into which the counters after the step are received."""
         self._pending: tuple[int, float] | None = None
 
     @property
@@ -330,10 +331,11 @@ class Replicator:
             for owner, message in enumerate(layouts)
             if message is not None and context.rank in holders[owner]
         }
-        """By owner: one replica, or two that are overwritten in turn; the newest is last."""
+        """Replicas of each owner's state that this rank keeps: one, or two that are overwritten in turn; the newest is
+        last."""
         arenas = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
         self._arenas: list[Bytes] = [one for one in arenas if one is not None]
-        """Every rank's arena, if all of them are mapped here; else empty."""
+        """Arenas of all ranks, if all of them are mapped here; else empty."""
         if len(self._arenas) < context.size:
             self._arenas = []
         self._own_copy: StateShard | None = None

@@ -27,11 +27,11 @@ SNAPSHOT = "snapshot"
 RUN_KEY = "run"
 """Key of the run id in a snapshot's metadata."""
 LATER_BYTES = 4 << 20
-"""The checksum of a larger snapshot is computed by another thread, while training goes on."""
+"""Size in bytes above which a thread computes a snapshot's checksum, while training goes on."""
 WRITE_S = 600.0
-"""How long the thread that writes a checkpoint into the arena may take."""
+"""Seconds that the thread that writes a checkpoint into the arena may take."""
 REPLICA_SHARE = 0.02
-"""Share of the time in which a copy of a GPU's state may be written into the arena."""
+"""Maximum share of the time in which a copy of a GPU's state is written into the arena."""
 
 
 def write_to_arena(
@@ -59,11 +59,11 @@ class SnapshotPublisher:
         self._arena, self._prefix, self._emit, self._run = arena, prefix, emit, run
         self._published = 0
         self._newest: int | None = None
-        """Steps done at the newest checkpoint."""
+        """Number of steps done at the newest checkpoint; None: there is none."""
         self._pool = ThreadPoolExecutor(1, "hoop-checkpoint")
         self._writing: Future[None] | None = None
         self._next_replica = 0.0
-        """Time (``time.monotonic``) of the next copy by ``replicate_later``."""
+        """Time (``time.monotonic``, in seconds) of the next copy by ``replicate_later``."""
 
     def publish(
         self,

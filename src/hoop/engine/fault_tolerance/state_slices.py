@@ -43,7 +43,8 @@ class FlatState(NamedTuple):
 
     weights: Array
     trained: int
-    """The optimizer updates the first ``trained`` elements of ``weights``; to the rest, buffers, the total is added."""
+    """Number of the first elements of ``weights`` that the optimizer updates. The rest are buffers, to which the total
+    is added."""
     moments: list[Tensor]
 
 

@@ -33,16 +33,17 @@ class RankRole:
     """A rank that holds stages and runs the plan's list of instructions once per step."""
 
     stride = 1
-    """Steps between two synchronisation points. Only there are all ranks at the same step, and may agree to stop."""
+    """Number of steps between two synchronisation points. Only there are all ranks at the same step, and may agree to
+    stop."""
 
     evaluates = True
-    """The trainer evaluates the model after epochs."""
+    """True if the trainer evaluates the model after epochs."""
 
     reads_checkpoints_later = False
-    """``checkpoint_reader`` keeps the state of a checkpoint: it is read while training goes on."""
+    """True if ``checkpoint_reader`` keeps the state of a checkpoint, which is read while training goes on."""
 
     provenance: Provenance
-    """Set by ``attach_provenance``, before the first step."""
+    """Records which device put which samples into a step. ``attach_provenance`` sets it, before the first step."""
 
     def __init__(self, executor: PlanExecutor) -> None:
         self.executor = executor

@@ -26,7 +26,7 @@ from hoop.engine.step_schedule import StepSchedule, StepWork
 from hoop.plan.instructions import Instruction, InstructionKind
 
 PREFETCHED_STEPS = 2
-"""Steps whose batches workers load, the current one included."""
+"""Number of steps whose batches workers load, the current one included."""
 
 
 class CustomRole(RankRole):

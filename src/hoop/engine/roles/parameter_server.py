@@ -51,11 +51,8 @@ from hoop.strategies.base import Strategy
 from hoop.transport.base import PendingSend
 
 ASYNC_STRIDE = 32
-"""Steps between two synchronisation points of an asynchronous strategy.
-
-There, all ranks can agree to stop, and the model can be evaluated. At most this many steps are run again when a device
-is lost.
-"""
+"""Number of steps between two synchronisation points of an asynchronous strategy. There, all ranks can agree to stop,
+and the model can be evaluated. At most this many steps are run again when a device is lost."""
 
 
 # ---- client side
@@ -76,7 +73,7 @@ class ServerClientRole(RankRole):
         mine = executor.plan.computed_by(executor.rank, 0)
         self._node_slots = [slot for _, slot in merge_plan(mine, executor.plan.num_microbatches).nodes]
         self._device_state: GpuStageState | None = None
-        """The stage's state, if the servers read gradients on its GPU, and write weights there."""
+        """State of the stage, if the servers read gradients on its GPU, and write weights there; else None."""
         if isinstance(self._stage_state, GpuStageState) and shares_memory(executor, executor.plan.servers):
             self._device_state = self._stage_state
             self._device_state.keep_rows()
@@ -206,7 +203,7 @@ class ParameterServerRole(RankRole):
         self._shard = _make_shard(executor, self._active_workers, vectors, spec)
         self._pending_gives: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
-        """Pushes received from each worker since the last synchronisation point."""
+        """Number of pushes received from each worker since the last synchronisation point."""
         self._works: Sequence[StepWork] = ()
         self._loss_sums: list[float] = []
         self._updates = 0

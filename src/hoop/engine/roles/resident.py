@@ -50,11 +50,12 @@ MAX_STRIDE = 64
 STRIDE_S = 0.25
 """Seconds that a stride should take: as long as a request to stop may wait."""
 MAX_SLEEP_S = 2.0
-"""A process that was stopped (SIGSTOP) did not compute all the time."""
+"""Maximum seconds of one sleep for ``extra_slowdown``: a process that was stopped (SIGSTOP) did not compute all the
+time."""
 LOADED_STEPS = 16
-"""Steps that are loaded at once, if the samples are on the GPU."""
+"""Number of steps that are loaded at once, if the samples are on the GPU."""
 LOADED_BYTES = 256 << 20
-"""Host memory for the batches of a stride, where the dataset is not resident."""
+"""Maximum bytes of host memory for the batches of a stride, where the dataset is not resident."""
 
 
 def stride_for(step_s: float, batch_bytes: int) -> int:
@@ -83,23 +84,23 @@ class ResidentRole(RankRole):
         self._loader = BatchLoader(data, state, settings.seed, self.stride, settings.batch_size)
         self._upload_stream = torch.cuda.Stream(accelerator.device) if accelerator.cuda else None  # type: ignore[no-untyped-call]
         self._plan: Plan | None = None
-        """The plan that the following are for."""
+        """Plan for which the attributes below are made."""
         self._merge_plan = MergePlan((), (), (), 0)
         self._rows = self._total = torch.zeros(0)
         self._peers: PeerRows | None = None
         self._steps: dict[int, ResidentStep] = {}
-        """By number of samples in the global batch."""
+        """The steps that are ready to run, by number of samples in the global batch."""
         self._before_reduce: list[Instruction] = []
         self._compute, self._reduce = (
             Instruction(kind, 0) for kind in (InstructionKind.FORWARD, InstructionKind.REDUCE)
         )
         self._works: Sequence[StepWork] = ()
         self._steps_per_load = LOADED_STEPS if self._loader.resident else 1
-        """Steps that are loaded at once."""
+        """Number of steps that are loaded at once."""
         self._loaded = 0
-        """Steps of the stride under way whose load was launched."""
+        """Number of steps of the stride under way whose load was launched."""
         self._finished = 0
-        """Steps of the stride under way whose update was launched."""
+        """Number of steps of the stride under way whose update was launched."""
         self._meetings = 0
 
     # ---- plans

@@ -91,7 +91,7 @@ class AsynchronousRingRole(RingRole):
         plan, settings = executor.plan, executor.settings
         self._num_microbatches = plan.num_microbatches
         self._window = NUM_VERSIONS * plan.num_microbatches
-        """Micro-batches in flight at most; micro-batch numbers on links are modulo this."""
+        """Maximum number of micro-batches in flight; micro-batch numbers on links are modulo this."""
         rows = -(-settings.batch_size // plan.num_microbatches)
         more_feeds = (
             LaterFeed(data, settings.seed, rows, lane * plan.num_microbatches) for lane in range(1, NUM_VERSIONS)

@@ -52,7 +52,7 @@ class RuleExecutor:
         """
         self._rule, self._channel, self._execute = rule, executor.channel, execute
         self._expected = expected_messages(executor.plan, executor.rank, steps)
-        """Messages from each peer until the rule is finished."""
+        """Number of messages from each peer until the rule is finished."""
         self._profiler, self._timeout_s = executor.profiler, executor.settings.timeout_s
         self._receiver, self._renumber, self._receive_all = receiver, renumber, receive_all
         self._last_peer = -1

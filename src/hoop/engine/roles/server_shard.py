@@ -25,7 +25,7 @@ class ServerShardSpec:
 
     part: WeightSlice
     layout: StateLayout
-    """Of the whole model, whose tensors have the first weights."""
+    """Layout of the whole model, whose tensors have the first weights."""
     optimizer: OptimizerSettings
     rows: int
     """Number of gradients that the server holds at a time."""

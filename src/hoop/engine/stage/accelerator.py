@@ -75,13 +75,15 @@ class Accelerator:
         self.arena: CudaArena | None = None
         """The device's memory on the GPU; None before it is used."""
         self._attached: list[CudaArena] = []
-        """Arenas of other processes that are mapped here."""
+        """Arenas of other processes that this process has mapped."""
         self.capacity = capacity
         self._compiled_kernels = compiled_kernels
         self.usual_kernels = True
         """False while the computations have another number of samples than usual: see ``select_kernels``."""
-        self.bytes_uploaded = self.bytes_downloaded = 0
-        """Bytes that were copied to the GPU and from it by ``upload``, ``download``, ``copy_in`` and ``copy_out``."""
+        self.bytes_uploaded = 0
+        """Number of bytes that ``upload`` and ``copy_in`` have copied to the GPU."""
+        self.bytes_downloaded = 0
+        """Number of bytes that ``download`` and ``copy_out`` have copied from the GPU."""
         self.cuda = device.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(device)  # for this thread

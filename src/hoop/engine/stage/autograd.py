@@ -105,11 +105,12 @@ class Criterion:
 
     function: Loss
     returns: str
-    """The reduction of the function: ``mean``, ``sum`` or ``none``."""
+    """Reduction that the function applies: ``mean``, ``sum`` or ``none``."""
     minimised: str
     """The reduction over the global batch that training minimises: ``mean`` or ``sum``."""
     check: Callable[[Tensor, Tensor], None] | None = None
-    """Called with the outputs and targets of each shard before the function; raises if ``returns`` is wrong."""
+    """Function that is called with the outputs and targets of each shard before the loss; raises if ``returns`` is
+    wrong."""
 
     @classmethod
     def of(cls, function: Loss, reduction: str, check: Callable[[Tensor, Tensor], None] | None = None) -> Criterion:
@@ -205,9 +206,9 @@ def loss_value(loss: Tensor) -> float | Tensor:
 
 CPU = torch.device("cpu")
 Views = Sequence[Tensor]
-"""Where the gradients of a stage's parameters are written: a view for each parameter, in order."""
+"""Views into which the gradients of a stage's parameters are written, one for each parameter, in order."""
 OnSegment = Callable[[int], None]
-"""Called with the number of a segment when the gradients of its parameters are written."""
+"""Callback with the number of a segment, when the gradients of its parameters are written."""
 Segments = Sequence[tuple[Sequence[nn.Module], int]]
 """Consecutive blocks whose gradients are produced together, with the number of their parameters."""
 
@@ -276,7 +277,7 @@ class AutogradStage(Stage):
         self._precision = precision
         self._device = device
         self.seed_blocks = True
-        """Seed the generator before each block that may draw random numbers."""
+        """True if the generator is seeded before each block that may draw random numbers."""
         self._random_blocks = {id(block): _is_random(block) for block in self._blocks}
         self._saved: dict[int, tuple[list[Tensor], list[Tensor], int]] = {}
         self._pending_weights: dict[int, list[tuple[Tensor, Tensor]]] = {}

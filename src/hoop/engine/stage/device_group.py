@@ -24,9 +24,9 @@ from hoop.texts import printable
 from hoop.transport.base import Endpoint
 
 POLL_S = 5e-5
-"""Seconds between two looks at a collective under way."""
+"""Seconds between two checks whether a collective has ended."""
 WATCH_S = 0.01
-"""Seconds between two looks at the endpoint meanwhile."""
+"""Seconds between two checks of the endpoint meanwhile, which notices a lost peer."""
 _MAX_TEXT = 400
 
 

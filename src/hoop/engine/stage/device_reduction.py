@@ -37,7 +37,7 @@ class DeviceGradientReducer:
     """Reduces the gradients of one stage on the GPU. ``open_device_reducer`` makes it."""
 
     num_buckets = 0
-    """No part of the gradient is reduced during the backward."""
+    """0: no part of the gradient is reduced during the backward."""
 
     def __init__(self, stage_state: GpuStageState, rows: SlotRows, tails: OrderedAllReduce) -> None:
         self._accelerator, self._rows, self._tails = stage_state.accelerator, rows, tails

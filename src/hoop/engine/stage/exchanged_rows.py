@@ -48,15 +48,16 @@ class ExchangedRows(PeerRows):
         width = -(-count // size)
         bounds = [min(one * width, count) for one in range(size + 1)]
         self._sent = [high - low for low, high in itertools.pairwise(bounds)]
-        """Elements of each rank's slice."""
+        """Number of elements of each rank's slice."""
         length = self._sent[rank]
         zeros = partial(torch.zeros, device=device)
         self.own = zeros(SETS, len(mine.order), count)
         self._nodes = [mine.order.index(node.low) for node, _ in mine.nodes]
-        """The row of each node of this rank."""
+        """Index of the row that has each node of this rank."""
         self._none = zeros(0)
         self._received: list[tuple[Tensor, list[int]]] = []
-        """By index of a node among its rank's: the own slices of these nodes of all ranks, and their lengths."""
+        """For the first node of each rank, the second, and so on: this rank's slices of these nodes, and their lengths
+        by rank."""
         self._leaves = [[self._none] * len(one.order) for one in plans]
         for index in range(max(len(one.nodes) for one in plans)):
             lengths = [length if index < len(one.nodes) else 0 for one in plans]

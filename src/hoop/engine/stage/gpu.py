@@ -66,7 +66,7 @@ from hoop.plan.plan import Plan
 
 _KNOWN_MODULES = ("torch.nn.", "hoop.models.")
 _TRIAL = -1
-"""Micro-batch number for warm-up and capture."""
+"""Number of the micro-batch that is used for warm-up and capture."""
 
 
 class OutputRow(list[Tensor]):
@@ -118,7 +118,7 @@ class CudaGraphStage(Stage):
         self._free_lanes: list[_GraphLane] = []
         self._lanes_in_flight: dict[int, _GraphLane] = {}
         self._can_capture: bool | None = None
-        """None until the warm-up."""
+        """Whether the stage can be captured as CUDA graphs; None until the warm-up."""
 
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
         lane = self._acquire_lane(inputs)
@@ -243,22 +243,23 @@ class GpuStageState(StageState):
             rows = -(-settings.batch_size // settings.num_microbatches)
             self.stage = CudaGraphStage(accelerator, self.stage, twins, rows, spec.first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
-        """Frozen parameters, still to be copied: they change only when a checkpoint is read, before the first step."""
+        """Pairs of frozen parameters that are still to be copied: they change only when a checkpoint is read, before
+        the first step."""
         self._row_matrix = torch.zeros(0, self.layout.state, device=device)
         self._rows: list[OutputRow] = []
-        """One row per gradient slot, on the GPU."""
+        """Rows on the GPU, one for each gradient slot."""
         self._total_slot: int | None = None
-        """The slot whose row is the total of a step; None: the total is the sum of several ranks."""
+        """Number of the slot whose row is the total of a step; None: the total is the sum of several ranks."""
         self._summed_on_device = False
         """Whether the sum over ranks is computed on the GPU; False: in the arena."""
         self._device_total = torch.zeros(0, device=device)
         """The sum over ranks, on the GPU."""
         self._total_copied = False
-        """The total of this step is both in the arena and on the GPU."""
+        """Whether the total of this step is both in the arena and on the GPU."""
         self._increments: list[tuple[Tensor, Tensor]] | None = None
-        """The counters with their increments in this step; None: not downloaded yet."""
+        """Counters with their increments in this step; None: not downloaded yet."""
         self._pending: list[tuple[int, int, ShardMetrics]] = []
-        """(micro-batch, fingerprint, metrics) of the shards whose tails are not in the arena yet."""
+        """Micro-batch, fingerprint and metrics of the shards whose tails are not in the arena yet."""
         self._last_shards: set[int] = set()
         """Micro-batches that complete a tree node, as far as this rank's shards go."""
 

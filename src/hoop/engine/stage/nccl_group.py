@@ -32,7 +32,7 @@ SWITCH = "HOOP_NCCL"
 """Environment variable: 0 keeps Hoop from using NCCL."""
 INTERFACE = "NCCL_SOCKET_IFNAME"
 ID_KEY = "0"
-"""The key in the store under which PyTorch's group puts the id of its first NCCL communicator."""
+"""Key in the store under which PyTorch's group puts the id of its first NCCL communicator."""
 CONNECT_SHARE = 0.5
 """Share of the time that a rank waits for others in which NCCL must connect; afterwards the others are still there."""
 _MODES = {
@@ -52,9 +52,9 @@ class _Past:
     """Results of earlier NCCL set-ups in this process: NCCL reads its environment only once."""
 
     problem = ""
-    """Why NCCL failed here before; it is not tried again."""
+    """Text that says why NCCL failed here before; it is not tried again. Empty: it has not failed."""
     interface = ""
-    """The interface that NCCL listens on, if Hoop chose it."""
+    """Name of the network interface on which NCCL listens, if Hoop chose it."""
 
 
 def open_nccl_group(communicator: Communicator, accelerator: Accelerator, timeout: float) -> DeviceGroup | str:

@@ -37,18 +37,18 @@ from hoop.memory.cuda_arena import CudaArena
 from hoop.transport.base import SharedEndpoint
 
 SETS = 2
-"""Sets of rows."""
+"""Number of sets of rows: others read one while this rank writes the next."""
 
 
 class PeerRows(ABC):
     """The exported rows of one generation and plan. All ranks make it and call ``meet`` in the same order."""
 
     own: Tensor
-    """(set, shard, element): the rows of this rank's shards, in order. A node is in the row of its first shard."""
+    """Rows of this rank's shards, in order, by (set, shard, element). A node is in the row of its first shard."""
     bytes_per_step = 0
-    """Bytes read from other ranks in a step."""
+    """Number of bytes that are read from other ranks in a step."""
     captured = True
-    """``sum_into`` consists of kernels only, and may be part of a CUDA graph."""
+    """True if ``sum_into`` consists of kernels only, and may be part of a CUDA graph."""
 
     @abstractmethod
     def meet(self, number: int, deadline: float) -> float:

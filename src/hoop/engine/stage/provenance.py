@@ -21,14 +21,14 @@ from hoop.collectives.reduction import Array
 from hoop.data.dataset import Indices
 
 ELEMENTS_PER_SHARD = 2
-"""Elements of the provenance row that belong to one shard."""
+"""Number of elements of the provenance row that belong to one shard."""
 _ONCE = 1 << 16
-"""Marks one contribution of a shard; the value below it is the device. Sums are exact: float32 counts to 2**24."""
+"""Mark of one contribution of a shard; the value below it is the device. Sums are exact: float32 counts to 2**24."""
 MAX_STEPS = 4096
-"""Steps that are kept: the rows that ``progress_reporter`` keeps, and the steps in progress."""
+"""Number of steps that are kept: the rows that ``progress_reporter`` keeps, and the steps in progress."""
 
 StepProvenance = tuple[list[int], str]
-"""The device of each shard (0: missing; -2: added twice), and all fingerprints in hexadecimal, six digits each."""
+"""Device of each shard (0: missing; -2: added twice), and all fingerprints in hexadecimal, six digits each."""
 
 
 def sample_fingerprint(samples: Indices) -> int:
@@ -47,7 +47,7 @@ class Provenance:
 
     def __init__(self, shards: int) -> None:
         self.width = ELEMENTS_PER_SHARD * shards
-        """Elements of a row."""
+        """Number of elements of a row."""
         self._rows: dict[int, Array] = {}
         self._empty_row: Array = np.zeros(self.width, np.float32)
 

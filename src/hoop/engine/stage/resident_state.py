@@ -32,7 +32,7 @@ from hoop.engine.stage.optimizer import make_tensor_update
 from hoop.engine.stage.state import StageSpec, StageState, StateLayout, StateVectors, make_stage
 
 _SHARE_FOR_DATA = 0.25
-"""A dataset stays on the GPU if it needs at most this share of the memory that is free there."""
+"""Maximum share of the free GPU memory that a dataset may need to stay there."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Lane:
     modules: nn.ModuleList
     stage: Stage
     buffers: Tensor
-    """Its float buffers, in one vector."""
+    """Float buffers of the modules, in one vector."""
     counts: Tensor
-    """Its counters of batches."""
+    """Batch counters of the modules."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StateCopy:
     """Parameters and float buffers, in the order of the layout."""
     counters: list[Tensor]
     moments: list[Tensor]
-    """Vectors of the optimizer."""
+    """State vectors of the optimizer."""
 
 
 class ResidentStageState(StageState):
@@ -71,7 +71,7 @@ class ResidentStageState(StageState):
         self._channels_last = settings.channels_last
         layout, device = self.layout, accelerator.device
         self.weights = accelerator.vector(f"{spec.name}weights", layout.state)
-        """Parameters and float buffers."""
+        """Parameters and float buffers on the GPU, in one vector."""
         half = settings.precision == "bfloat16" and accelerator.cuda
         self._rounded = torch.zeros(layout.trained if half else 0, dtype=torch.bfloat16, device=device)
         """The parameters in bfloat16, from which autocast would make them in each shard; empty without autocast."""
@@ -79,17 +79,17 @@ class ResidentStageState(StageState):
             accelerator.vector(f"{spec.name}moment{index}", layout.trained) for index in range(len(self.moments))
         ]
         self.device_total = torch.zeros(layout.total, device=device)
-        """The last step's total: the clipped gradient, the changes of the buffers, and the tail. Set by a step."""
+        """Total of the last step: the clipped gradient, the changes of the buffers, and the tail. A step sets it."""
         self.device_counts = torch.zeros(len(batch_counters(layout)), dtype=torch.int64, device=device)
         self.tensor_update = make_tensor_update(settings.optimizer, self.weights[: layout.trained], self.device_moments)
         self._lanes: list[Lane] = []
         self._resident_data: dict[int, ResidentData | None] = {}
-        """By id of the dataset."""
+        """Datasets on the GPU, by ``id`` of the dataset; None: this one does not fit there."""
         self._arena_stale, self._device_stale = False, True
         self.device_increments = torch.zeros_like(self.device_counts)
-        """By how much a step advances the counters."""
+        """Number by which a step advances each counter."""
         self.counters_known = False
-        """``device_increments`` is known: the lanes have no counters any more."""
+        """True if ``device_increments`` is known: the lanes have no counters any more."""
         self._increments = torch.zeros(len(self.device_counts), dtype=torch.int64)
 
     @property

@@ -37,7 +37,7 @@ from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import LOSS, squared_norms
 
 _WARM_UPS = 2
-"""Runs before a capture, as PyTorch requires: libraries initialise themselves in them."""
+"""Number of runs before a capture, as PyTorch requires: libraries initialise themselves in them."""
 
 
 class BatchLoader:
@@ -51,7 +51,7 @@ class BatchLoader:
         """``steps``: steps of a stride. ``samples``: the most that a step has, in all ranks."""
         self._data, self._seed, accelerator = data, seed, state.accelerator
         self.usual_batch = min(samples, len(data))
-        """Samples of every global batch but the last of an epoch."""
+        """Number of samples of every global batch but the last of an epoch."""
         self._resident = state.resident_data(data)
         shapes = [(tuple(one.shape), one.dtype) for one in data.allocate(samples)]
         if self._resident is not None:
@@ -109,9 +109,9 @@ class StepInputs:
         self.totals = torch.zeros(steps, tail, device=device)
         """The tail of each step's total."""
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        """The index of the next step in the stride."""
+        """Index of the next step in the stride."""
         self.exact_rate: float | None = None if accelerator.cuda else 0.0
-        """The learning rate of the step, if the GPU is emulated: the CPU's kernels take it in double precision."""
+        """Learning rate of the step in double precision, as the CPU's kernels take it; None on a real GPU."""
 
     def begin(self) -> None:
         """A stride begins."""
@@ -178,14 +178,14 @@ class ResidentStep:
         self._clip, self._batch, self._peers = clip, batch, peers
         everything = np.arange(batch, dtype=np.int64)
         self._spans: list[tuple[int, int]] = []
-        """The samples of each shard, in the batch of this rank."""
+        """First sample and end of each shard, in the batch of this rank."""
         at = 0
         for micro in plan.order:
             count = len(shard(everything, micro, shards))
             self._spans.append((at, at + count))
             at += count
         self.samples = at
-        """Samples of this rank."""
+        """Number of samples of this rank."""
         self._nonempty = min(shards, batch)
         self._order = list(plan.order)
         self._nodes = plan.nodes
@@ -194,7 +194,7 @@ class ResidentStep:
         self._rate = self._count = self._targets = torch.zeros(0)
         self._total = total
         self._lanes = max(1, -(-len(self._order) // accumulate))
-        """Shards that are computed at the same time."""
+        """Maximum number of shards that are computed at the same time."""
         self._streams: list[torch.cuda.Stream] = []
         self._aux: torch.cuda.Stream | None = None
         """Stream for work that overlaps with the shards and with the update. None on an emulated GPU."""
@@ -205,7 +205,7 @@ class ResidentStep:
             self._aux = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._streams = [torch.cuda.Stream(device) for _ in range(self._lanes)]  # type: ignore[no-untyped-call]
         self.graph_refusal: str | None = None
-        """Why the step runs without a CUDA graph; None if it is recorded."""
+        """Reason why the step runs without a CUDA graph; None if it is recorded."""
         if peers is None:
             self._whole = Launch(self._compute_and_finish)
         self._compute_launches = [Launch(partial(self._compute, number)) for number in range(len(rows))]

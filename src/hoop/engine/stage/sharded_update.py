@@ -70,14 +70,15 @@ class ShardedStageState(StageState):
             for index in range(optimizer.num_moments)
         ]
         self.sums: Array = vectors.new(f"{spec.name}slice.total", self.spans.output_size(number))
-        """What this rank sums: ``slice_total``, then ``total``."""
+        """Memory into which this rank sums: ``slice_total``, then ``total``."""
         low, high = self.spans.sums[number]
         self.slice_total: Array = self.sums[: high - low]
-        """The summed gradient of the slice; with clipping, of the parameters that begin in it."""
+        """Summed gradient of the slice; with clipping, of the parameters that begin in it."""
         self.total, self.total_start = self.sums[high - low :], layout.trained
         self.update = make_update(optimizer, self.state[part.low : part.low + part.trained], self.slice_moments)
         self.stale = False
-        """True after an update: the weights outside of the slice are those before it, until they are gathered."""
+        """True after an update, until the slices are gathered: outside of this rank's slice the weights are those
+        before it."""
 
     def on_total(self, step: int, scale: float) -> None:
         if scale != 1.0:
@@ -114,7 +115,7 @@ class ShardedGradientReducer:
     """Reduces the gradients of a ``ShardedStageState``, and gathers its weights. ``PlanExecutor`` makes it."""
 
     num_buckets = 0
-    """No part of the gradient is reduced during the backward."""
+    """0: no part of the gradient is reduced during the backward."""
 
     def __init__(
         self,

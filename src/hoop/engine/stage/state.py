@@ -45,11 +45,12 @@ ALIGN = 16
 PAD = 64
 """Vectors are padded to a multiple of this many elements."""
 TAIL = 64
-"""Elements of the tail."""
+"""Number of elements of the tail."""
 LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
-"""Elements of the tail. ``STOP`` and ``MOVE``: more than 0 if a rank asks to stop, or to change the membership."""
+"""Indices of elements of the tail. ``STOP`` and ``MOVE`` are more than 0 if a rank asks to stop, or to change the
+membership."""
 SPEED = 5
-"""From this element of the tail on: the seconds per shard of rank 0, 1, 2, …"""
+"""Index of the element of the tail with the seconds per shard of rank 0; those of the other ranks follow."""
 MAX_SPEEDS = TAIL - SPEED
 FLOAT32, FLOAT64 = dtype("float32"), dtype("float64")
 StateRow = tuple[str, int, int, int, str, int]
@@ -91,15 +92,15 @@ class StateLayout:
             self.offsets.append(end)
             end += padded(one.numel(), ALIGN)
         self.trained = padded(end, PAD)
-        """Elements that the optimizer updates: the parameters, with padding."""
+        """Number of elements that the optimizer updates: the parameters, with padding."""
         end = self.trained
         for buffer in self.buffers:
             self.offsets.append(end)
             end += padded(buffer.numel(), ALIGN)
         self.state = padded(end, PAD)
-        """Elements of a weight vector: parameters and float buffers."""
+        """Number of elements of a weight vector: parameters and float buffers."""
         self.total = self.state + TAIL + padded(ELEMENTS_PER_SHARD * shards, PAD)
-        """Elements of a gradient slot."""
+        """Number of elements of a gradient slot."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -229,7 +230,7 @@ def shared_parameters(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
 
 
 ShardMetrics = tuple[float | Tensor, float, float]
-"""Loss, hits and number of samples of a shard."""
+"""Loss, number of correct answers and number of samples of a shard."""
 NO_METRICS: ShardMetrics = (0.0, 0.0, 0.0)
 NUM_TOTAL_BUFFERS = 16
 """Maximum number of total buffers. Each generation uses the next one, so a rank that was declared dead and still writes
@@ -241,11 +242,11 @@ class _Slot:
     """Views of one gradient slot."""
 
     gradients: list[Tensor]
-    """The gradient of each parameter."""
+    """Gradients of the parameters, one view each."""
     buffer_deltas: Array
-    """The change of the buffers."""
+    """Change of the buffers."""
     tail: Array
-    """Tail and provenance."""
+    """Tail and provenance of the slot."""
 
 
 @dataclass(frozen=True)
@@ -256,12 +257,12 @@ class StageSpec:
     first_block: int
     """Number of the first block in the model."""
     name: str
-    """Begins the names of the stage's vectors in the arena."""
+    """Prefix of the names of the stage's vectors in the arena."""
     updates: bool = True
-    """The rank updates the weights; False if parameter servers do, and the rank has a copy."""
+    """True if the rank updates the weights; False if parameter servers do, and the rank has a copy."""
     chain: bool = True
-    """The whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed without
-    autograd; otherwise the cut would change the bits."""
+    """True if the whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed
+    without autograd; otherwise the cut would change the bits."""
 
 
 class StageState:
@@ -278,10 +279,10 @@ class StageState:
     """
 
     resident = False
-    """The state stays on a GPU, and ``ResidentRole`` runs the steps there."""
+    """True if the state stays on a GPU, and ``ResidentRole`` runs the steps there."""
 
     total_start = 0
-    """Element of a gradient with which ``total`` begins: not the first with a sharded update."""
+    """Index of the element of a gradient with which ``total`` begins: not the first with a sharded update."""
 
     def __init__(
         self,
@@ -310,29 +311,29 @@ class StageState:
             for index in range(settings.optimizer.num_moments if updates else 0)
         ]
         self.total_buffer: Array = vectors.new(f"{name}total", layout.total if updates else 0)
-        """Into which the all-reduce writes the total."""
+        """Buffer into which the all-reduce writes the total."""
         self._rotations = 0
         self._older_totals: list[Array] = []
         """Total buffers of earlier generations, oldest first."""
         self.total: Array = self.total_buffer
-        """The total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
+        """Total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
         self.update_device = update_device
         self.update: Update = reject_update
-        """Updates the weights in the arena."""
+        """Function that updates the weights in the arena."""
         if updates and update_device.type == "cpu":
             self.update = make_update(settings.optimizer, self.trained, self.moments)
         elif updates:
             self.update = make_staged_update(settings.optimizer, self.trained, self.moments, update_device)
         self.stage, self.buckets = make_stage(spec.blocks, spec.first_block, layout, settings, spec.chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
-        """The gradient slots, one a row."""
+        """Gradient slots, one a row."""
         self._slot_views: list[_Slot] = []
         self._slot_merges: dict[int, SlotMerge] = {}
-        """By micro-batch: the slot of its gradient, and the slots to merge once it is written."""
+        """For each micro-batch: the slot of its gradient, and the slots to merge once it is written."""
         self._buffers_at_start = np.empty(0, np.float32)
         self._counters_at_start = [one.clone() for one in layout.counters]
         self._counter_increments: list[tuple[Tensor, Tensor]] = []
-        """By how much a step advances each counter; see ``set_counter_increments``."""
+        """Number by which a step advances each counter; see ``set_counter_increments``."""
         self._buffer_deltas: dict[int, Array] = {}
 
     # ---- a step begins

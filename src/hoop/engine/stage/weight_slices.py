@@ -29,7 +29,7 @@ class WeightSlice:
     high: int
     end: int
     trained: int
-    """Number of its elements that the optimizer updates; the rest are buffers."""
+    """Number of elements of the slice that the optimizer updates; the rest are buffers."""
 
     @property
     def weights(self) -> int:
@@ -60,7 +60,7 @@ class ParameterPiece:
     low: int
     high: int
     first_slice: int
-    """The slice in which the parameter begins."""
+    """Number of the slice in which the parameter begins."""
 
 
 def parameter_pieces(layout: StateLayout, parts: Sequence[WeightSlice]) -> list[list[ParameterPiece]]:

@@ -24,7 +24,7 @@ from hoop.engine.stage.state import StageState, StateVectors
 from hoop.errors import InternalError
 
 NUM_VERSIONS = 2
-"""Versions that are kept, which is also the number of steps in flight."""
+"""Number of versions that are kept, which is also the number of steps in flight."""
 
 
 class WeightVersions(ABC):
@@ -119,7 +119,7 @@ class GpuWeightVersions(WeightVersions):
         self._weights = stage_state.weights
         self._versions = [stage_state.new_vector(f"version{number}") for number in range(NUM_VERSIONS)]
         self._selected = 0
-        """The version that ``_weights`` has."""
+        """Number of the version that ``_weights`` has."""
         self._changed = stage_state.on_device_change
 
     def reset(self) -> None:
