@@ -131,7 +131,7 @@ class Created:
 
     device_ids: tuple[int, ...]
     limit: int = 0
-    """Communicators that may exist at once; 0: the default."""
+    """Maximum number of communicators that may exist at once; 0: the default."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Stop:
     reason: str
     members: tuple[int, ...]
     lost_device: int = 0
-    """The lost device that caused the abort; 0: none."""
+    """Id of the lost device that caused the abort; 0: none."""
 
 
 MembershipInstruction = Announce | Record | Probe | Stop

@@ -19,18 +19,19 @@ class DetectorConfig:
 
     heartbeat_s: float = 0.1
     lease_s: float = 1.5
-    """A device that sends no heartbeat for this long is dead. The worst gap seen under heavy load was 0.19 s."""
+    """Seconds without a heartbeat after which a device is dead. The worst gap seen under heavy load was 0.19 s."""
     first_heartbeat_s: float = 5.0
     """Time from joining to the first heartbeat, at which the lease begins.
 
     The lease is measured for an open heartbeat stream. Before that the answer to the join has to arrive and a stream
     has to be opened, on a machine on which hundreds of devices may start at once."""
     failures: int = 3
-    """X: this many failed calls …"""
+    """Number of failed calls, of the last ``window`` calls, that make a device dead."""
     window: int = 5
-    """… of the last Y calls make a device dead."""
+    """Number of a device's last calls that are counted."""
     isolation_s: float = 60.0
-    """How long a coordinator that hears no device at all blames itself, before it declares all of them dead."""
+    """Seconds for which a coordinator that hears no device at all blames itself, before it declares all of them
+    dead."""
 
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat_s < self.lease_s:
@@ -49,7 +50,7 @@ class HeartbeatHistory:
     calls: tuple[bool, ...] = field(default=())
     """Outcomes of the last ``window`` calls, oldest first; True: the device answered."""
     excused_until: float = 0.0
-    """Silence before this time does not count: the device loads a job, which may delay its heartbeats."""
+    """Time before which silence does not count: the device loads a job, which may delay its heartbeats."""
     first_heartbeat_until: float = 0.0
     """Deadline of the first heartbeat; 0 once it was received."""
 

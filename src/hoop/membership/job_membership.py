@@ -120,13 +120,13 @@ __all__ = [
     "loading",
 ]
 MAX_BACKOFF_S = 30.0
-"""The longest pause between two rebuilds without new evidence in between."""
+"""Maximum seconds between two rebuilds without new evidence in between."""
 SETTLE = 1 / 6
-"""Fraction of a lease: the pause before ranks that all wait are rebuilt. A decision on their links may come first."""
+"""Pause before ranks that all wait are rebuilt, as a fraction of a lease. A decision on their links may come first."""
 FIRST_NOTICE_S = 1.0
-"""Seconds after which a job that waits for a device which is loading it announces that …"""
+"""Seconds after which a job that waits for a device which is loading it announces so for the first time."""
 NOTICE_S = 10.0
-"""… and seconds between two announcements."""
+"""Seconds between two later announcements of the same wait."""
 
 
 class TaskStage(StrEnum):
@@ -147,13 +147,13 @@ class TaskView:
     incarnation: str
     stage: TaskStage
     waiting: int = 0
-    """The generation that the task has left; it waits for a rank of a newer one. 0: it does not wait."""
+    """Generation that the task has left; it waits for a rank of a newer one. 0: it does not wait."""
     lacks: str = ""
-    """The text of the error by which the ranks of that generation lack state; empty: only links failed."""
+    """Text of the error by which the ranks of that generation lack state; empty: only links failed."""
     error: str = ""
-    """The class of that error, by name."""
+    """Name of the error class for ``lacks``."""
     since: float = 0.0
-    """When it began to load the job, where the stage is ``LOADING``."""
+    """Time when the task began to load the job, if the stage is ``LOADING``."""
 
 
 @dataclass(frozen=True)
@@ -162,63 +162,65 @@ class JobView:
 
     id: int
     elastic: bool = True
-    """Devices may join and leave: every device has the whole state, or other devices hold replicas of its part."""
+    """Whether devices may join and leave: every device has the whole state, or other devices hold replicas of its
+    part."""
     planned: bool = True
-    """If no device was lost, ranks change between two steps: no part of the state has to move first."""
+    """Whether ranks change between two steps if no device was lost: no part of the state has to move first."""
     restart_grace_s: float = 60.0
-    """How long the job waits for devices that can come back, in seconds; 0: not at all."""
+    """Seconds that the job waits for devices that can come back; 0: not at all."""
     size: int = 0
     """Number of devices that the job began with, or that it had when one was to leave, if that is less.
 
     A device that leaves is replaced if as many remain.
     """
     least: int = 1
-    """The fewest devices that the strategy can use, or that the user allows."""
+    """Minimum number of devices that the strategy can use, or that the user allows."""
     floor: int = 1
-    """The fewest devices that the user allows. With fewer the job waits."""
+    """Minimum number of devices that the user allows. With fewer the job waits."""
     most: int = 0
-    """The most devices that the job takes. 0: no limit is stated, and only devices that join are invited."""
+    """Maximum number of devices that the job takes. 0: no limit is stated, and only devices that join are invited."""
     tasks: Mapping[int, TaskView] = field(default_factory=dict)
-    """By device id; without tasks that have ended."""
+    """The job's tasks by device id, without tasks that have ended."""
     participants: frozenset[int] = frozenset()
-    """Every device that ever had a rank."""
+    """Ids of all devices that ever had a rank."""
     leaving: Mapping[int, float] = field(default_factory=dict)
-    """By device that is to leave: until when it waits for another device to take its place."""
+    """For each device that is to leave: the time until which it waits for another device to take its place."""
     finding: bool = True
-    """The coordinator starts the tasks, or looks for them after a restart: no rule applies before ``TasksListed``."""
+    """True while the coordinator starts the tasks, or looks for them after a restart: no rule applies before
+    ``TasksListed``."""
     assigning: bool = False
-    """An ``Assign`` is under way: its ranks are not in the cluster's state yet."""
+    """True while an ``Assign`` is under way: its ranks are not in the cluster's state yet."""
     undelivered: int = 0
-    """The newest generation whose ranks did not reach every member."""
+    """Newest generation whose ranks did not reach every member."""
     moving: int = 0
-    """The generation that members move to between two steps; 0: none."""
+    """Generation to which members move between two steps; 0: none."""
     movers: tuple[int, ...] = ()
-    """The devices that had a rank when the newest generation was assigned."""
+    """Ids of the devices that had a rank when the newest generation was assigned."""
     invite_again: Mapping[int, float] = field(default_factory=dict)
-    """By device that an invitation did not reach: the time of the next invitation."""
+    """Time of the next invitation of each device that an invitation did not reach."""
     refused: frozenset[str] = frozenset()
     """Incarnations that cannot take part: their data differs, or they do not have the job's code."""
     unsettled: int = 0
-    """The newest generation, until its ranks run steps together; 0 after that. No join or leave is planned before."""
+    """Newest generation, until its ranks run steps together; 0 after that. No join or leave is planned before."""
     waits_since: float | None = None
-    """When the first member of the newest generation began to wait."""
+    """Time when the first member of the newest generation began to wait; None: none waits."""
     attempts: int = 0
-    """Rebuilds since the last evidence or progress."""
+    """Number of rebuilds since the last evidence or progress."""
     last_attempt: float = 0.0
     grace_until: float | None = None
-    """The end of the wait for devices that can come back; None: the job does not wait."""
+    """End of the wait for devices that can come back; None: the job does not wait."""
     awaited: frozenset[int] = frozenset()
-    """The devices of the last announced wait."""
+    """Ids of the devices of the last announced wait."""
     finished: bool = False
-    """A task reached the end of the training."""
+    """True if a task reached the end of the training."""
     failed: bool = False
-    """A task failed by its own code: a user error or a bug."""
+    """True if a task failed by its own code: a user error or a bug."""
     abandoned: bool = False
-    """A user asked to stop while no device has a rank."""
+    """True if a user asked to stop while no device has a rank."""
     deserted: bool = False
-    """All members want to leave, and no device can take over."""
+    """True if all members want to leave, and no device can take over."""
     next_notice: float | None = None
-    """When to announce again that the job waits for a device which is loading it; None: it does not wait."""
+    """Time of the next announcement that the job waits for a device which is loading it; None: it does not wait."""
     over: bool = False
 
 
@@ -619,9 +621,9 @@ class Handover:
 
     stage: HandoverStage
     device_ids: tuple[int, ...] = ()
-    """The devices that are loading the job."""
+    """Ids of the devices that are loading the job."""
     seconds: float = 0.0
-    """How long they have been loading it."""
+    """Seconds for which they have been loading it."""
 
 
 def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handover:

@@ -87,7 +87,7 @@ class Journal(Protocol):
     """An open journal. No other process writes to it."""
 
     state: State
-    """The state that the journal held when it was opened."""
+    """State that the journal held when it was opened."""
 
     def append(self, *entries: Entry) -> None:
         """Writes all of these entries or none. Returns when they are on stable storage, or raises."""

@@ -21,9 +21,10 @@ from hoop.membership.journal import communicator_record
 from hoop.membership.state import RELINK_WINDOW_S, CommunicatorState, Health, LinkFaults, OperationOutcome, State
 
 SETTLING = 1 / 6
-"""Fraction of a lease: how long after the first complaint the state machine waits for more."""
+"""Time that the state machine waits for more complaints after the first one, as a fraction of a lease."""
 FRESH = 1 / 3
-"""Fraction of a lease: a member that has been silent for longer may be about to die, which would explain the fault."""
+"""Silence of a member, as a fraction of a lease, from which on it may be about to die, which would explain the
+fault."""
 
 
 def on_complained(state: State, event: m.Complained) -> m.Result:

@@ -24,9 +24,9 @@ NO_STATE = -1
 """Number of steps done by a rank without state."""
 OWN_ARENA = "its own arena"
 _MAX_NAMES = 3
-"""Missing tensors that an error names, at most."""
+"""Maximum number of missing tensors that an error names."""
 _MAX_RANKS = 16
-"""Ranks that an error describes, at most."""
+"""Maximum number of ranks that an error describes."""
 
 
 class SliceSpec(NamedTuple):
@@ -43,7 +43,7 @@ class SliceSpec(NamedTuple):
 
 
 WHOLE = SliceSpec("", 0, 1, 0)
-"""Stands for the whole state, in data parallel."""
+"""The slice that is the whole state, in data parallel."""
 
 
 class StateLost(Exception):
@@ -61,25 +61,26 @@ class RankStatus:
 
     device: int
     done: int
-    """The newest step that this rank knows to be done by all ranks; ``NO_STATE`` if it knows none."""
+    """Newest step that this rank knows to be done by all ranks; ``NO_STATE`` if it knows none."""
     epoch_end: int
-    """The newest epoch end that this rank has processed (evaluation, snapshot), in steps."""
+    """Number of steps done at the newest epoch end that this rank has processed (evaluation, snapshot)."""
     survived: bool
-    """This rank took part before. False for a rank that has just joined, or was restarted or left out meanwhile."""
+    """True if this rank took part before. False if it has just joined, or was restarted or left out meanwhile."""
     offers: Sequence[tuple[int, Sequence[SliceSpec]]]
-    """Steps, and the slices of the state after each that this rank can provide."""
+    """Steps, and for each the slices of the state after it that this rank can provide."""
     computed: Sequence[int] = ()
     """Data parallel: shards of the step after ``done`` whose gradients this rank has, in order of computation."""
     stopped: bool = False
-    """All ranks had agreed to stop."""
+    """True if all ranks had agreed to stop."""
     reshard_count: int = 0
-    """How often this rank has taken part in such an agreement."""
+    """Number of times that this rank has taken part in such an agreement."""
     fresh_start: bool = False
-    """The run began with the initial model, not with a checkpoint: before the first step no state can be lost."""
+    """True if the run began with the initial model, not with a checkpoint: before the first step no state can be
+    lost."""
     first_size: int = 0
-    """Number of ranks that the run began with, if this rank is one of them; else 0."""
+    """Number of ranks with which the run began, if this rank is one of them; else 0."""
     sharded_update: bool = False
-    """Data parallel: this rank updates a slice of the weights, as all ranks have agreed when the run began."""
+    """Data parallel: True if this rank updates a slice of the weights, as all ranks have agreed when the run began."""
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RankStatus:
@@ -107,25 +108,27 @@ class RecoveryPlan:
     """The plan that every rank computes in (2)."""
 
     step: int
-    """All ranks continue after this many steps."""
+    """Number of steps after which all ranks continue."""
     epoch_end: int
-    """The newest epoch end that all ranks have processed; they process a later one again, together."""
+    """Number of steps done at the newest epoch end that all ranks have processed; they process a later one again,
+    together."""
     sources: Mapping[SliceSpec, int]
-    """The rank that provides each slice; empty if the run begins with the initial model."""
+    """Rank that provides each slice; empty if the run begins with the initial model."""
     done: tuple[int, ...]
-    """By rank: ``step`` if it has that state, ``step - 1`` if it can catch up by one update, else ``NO_STATE``."""
+    """Number of steps done by each rank: ``step`` if it has that state, ``step - 1`` if it can catch up by one update,
+    else ``NO_STATE``."""
     computed: tuple[tuple[int, ...], ...] = ()
-    """By rank: shards of the next step whose gradients it has."""
+    """Shards of the next step whose gradients each rank has."""
     returned: tuple[int, ...] = ()
     """Ranks that have the state after ``step`` and did not survive: it comes from their arenas."""
     devices: tuple[int, ...] = ()
-    """By rank."""
+    """Device id of each rank."""
     stopped: bool = False
     reshard_count: int = 1
     all_restarted: bool = False
-    """There is no survivor."""
+    """True if there is no survivor."""
     source: str = field(default="", compare=False)
-    """Where this rank's state comes from; empty if it never lost it."""
+    """Text that says where this rank's state comes from; empty if it never lost it."""
 
     @property
     def root(self) -> int:

@@ -120,9 +120,9 @@ class ReplicaShare(NamedTuple):
     """Bytes of one rank's replica."""
 
     state: int
-    """Weights and optimizer state: sent once, before the first step."""
+    """Bytes of weights and optimizer state: sent once, before the first step."""
     change: int
-    """The summed gradient, with which the holder repeats the update: sent every step."""
+    """Bytes of the summed gradient, with which the holder repeats the update: sent every step."""
 
 
 def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Block]) -> list[ReplicaShare]:

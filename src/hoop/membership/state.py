@@ -16,9 +16,9 @@ from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
 from hoop.topology import DeviceInfo
 
 MAX_RELINKS = 3
-"""A pair of devices gets new links at most this often within …"""
+"""Maximum number of times that a pair of devices gets new links within ``RELINK_WINDOW_S``."""
 RELINK_WINDOW_S = 60.0
-"""… this many seconds. The first eviction of a device lasts as long."""
+"""Seconds in which ``MAX_RELINKS`` are counted. The first eviction of a device lasts as long."""
 
 Pair = tuple[int, int]
 """Two device ids, the lower first."""
@@ -29,20 +29,20 @@ class LinkFaults:
     """Reported link faults of one communicator. ``state_machine`` holds the rules."""
 
     generation: int = 0
-    """The generation that ``complaints`` are about."""
+    """Generation in which the links of ``complaints`` failed."""
     complaints: frozenset[tuple[int, int]] = frozenset()
     """Pairs (reporting device, peer that it cannot reach)."""
     first_complaint_at: float = 0.0
     decided_generation: int = 0
-    """The state machine has decided on the complaints of this generation and of all earlier ones."""
+    """Newest generation on whose complaints the state machine has decided; it has for all earlier ones."""
     working_generation: int = 0
-    """The newest generation in which all members have reached each other."""
+    """Newest generation in which all members have reached each other."""
     relinked: tuple[tuple[Pair, int, float], ...] = ()
-    """Pairs that got new links: pair, the generation whose link failed, time."""
+    """Pairs that got new links, each with the generation whose link failed and the time."""
     evicted_until: Mapping[int, float] = field(default_factory=dict)
-    """By evicted device, the time at which its eviction ends."""
+    """Time at which the eviction of each evicted device ends."""
     eviction_counts: Mapping[int, int] = field(default_factory=dict)
-    """By device, the number of its evictions so far."""
+    """Number of evictions of each device so far."""
 
     def failed_again(self, pair: Pair, now: float) -> bool:
         """Whether new links did not help this pair, or only for a short time and too often."""
@@ -54,17 +54,17 @@ class LinkFaults:
 
 NO_LINK_FAULTS = LinkFaults()
 COORDINATOR = 0
-"""The source of the coordinator's own connections; no device has this id."""
+"""Source of the coordinator's own connections; no device has this id."""
 
 
 class Connection(NamedTuple):
     """A connection that one device would make to another."""
 
     source: int
-    """Device id, or ``COORDINATOR``."""
+    """Id of the connecting device, or ``COORDINATOR``."""
     target: int
     data: bool = True
-    """To the target's data port; False: to its services."""
+    """True for the target's data port; False for its services."""
 
 
 class Health(StrEnum):
@@ -89,7 +89,7 @@ class OperationOutcome(StrEnum):
     """The outcome of a communicator's latest operation."""
 
     IN_PROGRESS = "in_progress"
-    """Running, or no operation has run yet."""
+    """The operation runs, or no operation has run yet."""
     SUCCESS = "success"
     FAILED = "failed"
 
@@ -103,9 +103,11 @@ class Member:
     health: Health = Health.ALIVE
     reason: str = ""
     ended: bool = False
-    """Its process is known to have ended, and its memory is gone. Other dead devices may only be silent."""
+    """True if the device's process is known to have ended, and its memory is gone. Other dead devices may only be
+    silent."""
     draining: bool = False
-    """It hands over its work and leaves. The journal does not store it: a drain ends with its coordinator."""
+    """True while the device hands over its work and leaves. The journal does not store it: a drain ends with its
+    coordinator."""
 
     @property
     def usable(self) -> bool:
@@ -127,7 +129,7 @@ class CommunicatorState:
     outcome: OperationOutcome = OperationOutcome.IN_PROGRESS
     reason: str = ""
     broken_by: int = 0
-    """The lost device that broke this generation; 0: none. A broken communicator must be rebuilt."""
+    """Id of the lost device that broke this generation; 0: none. A broken communicator must be rebuilt."""
     finalized: bool = False
 
 
@@ -138,17 +140,17 @@ class JobState:
     id: int
     settings: str
     devices: tuple[int, ...]
-    """The members when this record was written. Their event logs hold the job's events."""
+    """Ids of the members when this record was written. Their event logs hold the job's events."""
     ended: bool = False
     error: str = ""
-    """The class of the error that ended the job; empty: the job did not fail."""
+    """Class of the error that ended the job; empty: the job did not fail."""
     text: str = ""
     run: str = ""
-    """A unique name of this run. Arenas carry it, so that a restarted device knows which run its memory belongs to."""
+    """Unique name of this run. Arenas carry it, so that a restarted device knows which run its memory belongs to."""
 
 
 MAX_ENDED = 16
-"""Ended jobs that stay known, for clients that reconnect and ask for the outcome."""
+"""Number of ended jobs that stay known, for clients that reconnect and ask for the outcome."""
 
 
 def with_job(jobs: Mapping[int, JobState], job: JobState) -> dict[int, JobState]:
@@ -169,9 +171,10 @@ class State:
     next_communicator: int = 1
     last_tick: float = 0.0
     link_faults: Mapping[int, LinkFaults] = field(default_factory=dict)
-    """By communicator. The journal does not store it: a device that cannot reach a peer reports it again."""
+    """Link faults of each communicator. The journal does not store them: a device that cannot reach a peer reports it
+    again."""
     unreachable: Mapping[Connection, str] = field(default_factory=dict)
-    """Connections that failed when they were last tried, and why (``reachability``). Not in the journal either: a
+    """Reasons why connections failed when they were last tried (``reachability``). Not in the journal either: a
     restarted coordinator tries again."""
 
     def member(self, device_id: int) -> Member:

@@ -22,7 +22,7 @@ class NextStep(StrEnum):
 
     WAIT = "wait"
     TAKE = "take"
-    """Take the newest assignment."""
+    """It takes the newest assignment."""
     HAND_OVER = "hand over"
     """It has no rank any more. It stays until the other ranks have moved: they may still read its memory."""
     LEAVE = "leave"
@@ -33,22 +33,22 @@ class TaskRanks:
     """The rank assignments of one task. Immutable."""
 
     newest: int = 0
-    """The newest generation in which it was assigned a rank; 0: none yet."""
+    """Newest generation in which the task was assigned a rank; 0: none yet."""
     taken: int = 0
-    """The newest generation whose links it opened."""
+    """Newest generation whose links the task opened."""
     planned: bool = False
-    """The newest assignment is for later: the taken one stays in use until the move."""
+    """True if the newest assignment is for later: the taken one stays in use until the move."""
     move: bool = False
-    """All members have the planned assignment: move after a step that all ranks agree on."""
+    """True if all members have the planned assignment: move after a step that all ranks agree on."""
     stopped: int = 0
-    """The newest generation that the coordinator has stopped."""
+    """Newest generation that the coordinator has stopped."""
     rejoins: bool = False
-    """Other devices continued without it. Like a new device, it has no rank until the next assignment."""
+    """True if other devices continued without it. Like a new device, it has no rank until the next assignment."""
     left_out: bool = False
-    """Other devices continued without it before the newest assignment: its state may be old."""
+    """True if other devices continued without it before the newest assignment: its state may be old."""
     released: bool = False
     dismissed: bool = False
-    """Released for good: no other device needs its state."""
+    """True if it was released for good: no other device needs its state."""
 
     @property
     def pending(self) -> bool:
