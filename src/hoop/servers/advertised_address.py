@@ -38,7 +38,7 @@ class Route:
 
 
 SIOCGIFADDR = 0x8915
-"""Linux's number of the request for the address of an interface."""
+"""Number of Linux's request for the address of an interface."""
 GLOBAL_SCOPE, HOST_SCOPE = "00", "10"
 """Scopes in /proc/net/if_inet6: also unique local addresses are global; loopback is of the host."""
 OUTSIDE = (Address("192.0.2.1", 9), Address("2001:db8::1", 9))

@@ -46,13 +46,13 @@ log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 DeviceMethod = Callable[["pb_grpc.DeviceAsyncStub"], "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"]
-"""Selects a method of a device's stub."""
+"""Function that selects a method of a device's stub."""
 PROBE_S = 0.5
 REDISCOVERY_S = 5.0
-"""How long members may need to find a coordinator that took over at another address."""
+"""Seconds that members may need to find a coordinator that took over at another address."""
 MAX_JOBS = 64
 JOURNAL_RETRY_S = 2.0
-"""How long ``apply_with_retry`` tries to write to a journal that does not answer."""
+"""Seconds for which ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
 COUNT_UNITS = ("dialect", "bytes", "elements", "auto")
 JournalLocation = Path | EtcdLocation
@@ -66,30 +66,31 @@ class CoordinatorConfig:
     port: int = 0
     journal: JournalLocation | None = None
     lab_dialect: str = Dialect.STARTER
-    """The dialect of the lab's clients, or ``auto``."""
+    """Dialect of the lab's clients, or ``auto``."""
     count_unit: str = "dialect"
-    """The unit of ``count`` in the lab's AllReduce: ``bytes``, ``elements`` of float64, ``auto``, or the dialect's."""
+    """Unit of ``count`` in the lab's AllReduce: ``bytes``, ``elements`` of float64, ``auto``, or the dialect's."""
     timeout_s: float = 60.0
-    """Timeout of an operation for which the caller gives none."""
+    """Timeout in seconds of an operation for which the caller gives none."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     restart_grace_s: float = 60.0
-    """How long a job whose devices are all lost waits for those that keep their memory in a file to restart; 0: not."""
+    """Seconds that a job whose devices are all lost waits for those that keep their memory in a file to restart; 0: not
+    at all."""
     max_message: int = MAX_MESSAGE_BYTES
     max_communicators: int = MAX_COMMUNICATORS
     communicators_per_client: int = MAX_COMMUNICATORS // 2
-    """Limit for one client, which is the host that calls: no client can use up all communicators."""
+    """Maximum number of communicators of one client, which is the host that calls: no client can use up all of them."""
     command: str = "hoop coordinator"
-    """The command that started it, for advice in errors."""
+    """Command that started the coordinator, for advice in errors."""
     max_jobs: int = MAX_JOBS
-    """Limit of jobs that run at the same time."""
+    """Maximum number of jobs that run at the same time."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
     local_token: LocalToken | None = None
-    """The token in ``credentials``, if the coordinator made it: where other processes of its user find it."""
+    """The token in ``credentials``, if the coordinator made it; other processes of its user find it there."""
     lab: bool = False
     """Whether the lab's calls are open to callers without a token."""
     metrics: Address | None = None
-    """Where Prometheus scrapes the coordinator (``metrics_endpoint``); None: nowhere."""
+    """Address where Prometheus scrapes the coordinator (``metrics_endpoint``); None: nowhere."""
 
 
 class Coordinator:
@@ -104,16 +105,16 @@ class Coordinator:
         self.events = EventLog(max_bytes=MAX_TEXT_BYTES)
         self.memory: dict[int, pb.DeviceMemory] = {}
         self.activities: dict[int, Sequence[pb.TaskActivity]] = {}
-        """By device: what its tasks do, of its newest heartbeat."""
+        """Activity of each device's tasks, from the device's newest heartbeat."""
         self.state = State(config.detector, last_tick=time.monotonic())
         self._journal: Journal | None = None
         self._last_failure = ""
         self._leadership_error: PeerLost | None = None
         self._leadership_lost = asyncio.Event()
         self.stop_events: dict[tuple[int, int], asyncio.Event] = {}
-        """By communicator and generation: set when the operations of that generation must stop."""
+        """Events by communicator and generation, each set when the operations of that generation must stop."""
         self.memory_order = MemoryOrder()
-        """Collectives and copies that were accepted and have not ended."""
+        """Order of the collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
         self._probing: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -39,7 +39,7 @@ _DEVICE_COUNTERS = {
     "device_dead": ("hoop_devices_lost", "Devices that were declared dead."),
     "device_evicted": ("hoop_device_evictions", "Devices that were left out because their links failed."),
 }
-"""By kind of the coordinator's event: name and help of the counter of these events."""
+"""Name and help of the counter for each kind of the coordinator's events."""
 
 
 class CoordinatorCollector(Collector):
@@ -48,7 +48,8 @@ class CoordinatorCollector(Collector):
     def __init__(self, coordinator: Coordinator, jobs: Jobs, operations: OperationQueue) -> None:
         self._coordinator, self._jobs, self._operations = coordinator, jobs, operations
         self._events: Counter[str] = Counter()
-        """By kind: events published since this object was made. The log itself drops old events."""
+        """Number of events of each kind that were published since this object was made. The log itself drops old
+        events."""
         self._counting = threading.Lock()
         coordinator.events.subscribe(self._count)
 

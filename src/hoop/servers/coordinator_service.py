@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 MAX_INTERVAL_S = 60.0
-"""Between two groups of a job's events (``WatchJob``)."""
+"""Maximum seconds between two groups of a job's events (``WatchJob``)."""
 MAX_ACTIVITIES = 8
-"""Of a heartbeat; a device that sends more is cut off."""
+"""Maximum number of activities in a heartbeat; a device that sends more is cut off."""
 
 
 class CoordinatorService:
@@ -240,7 +240,7 @@ class CoordinatorServer:
             handlers(SERVICE, service, receiving),
         )
         self.metrics: MetricsEndpoint | None = None
-        """Where Prometheus scrapes this coordinator, if ``config.metrics`` says so."""
+        """Endpoint at which Prometheus scrapes this coordinator; None if ``config.metrics`` is."""
         if config.metrics is not None:
             from hoop.servers.coordinator_metrics import CoordinatorCollector
             from hoop.servers.metrics_endpoint import MetricsEndpoint

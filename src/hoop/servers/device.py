@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hoop.servers")
 TOKEN_CALL_S = 5.0
 ID_LABEL = "device_id"
-"""The arena label that stores the device id, so that a restarted device gets the same id."""
+"""Label of the arena that stores the device id, so that a restarted device gets the same id."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class DeviceConfig:
     memory: int = 256 * 1024 * 1024
     host: str = "127.0.0.1"
     port: int | PortRange = 0
-    """The port of its services, 0: any free one; or a range, of which it takes the first that is free."""
+    """Port of the device's services, 0: any free one; or a range, of which it takes the first that is free."""
     data_port: int | PortRange = 0
-    """The same for the links of other devices."""
+    """Port of the links of other devices, 0: any free one; or a range, of which it takes the first that is free."""
     arena: Path | None = None
-    """An arena file that survives the device; None: a file that is deleted with it."""
+    """Arena file that survives the device; None: a file that is deleted with it."""
     device_id: int = 0
-    """0: the id in the arena's label, else the coordinator chooses one."""
+    """Id of the device; 0: the id in the arena's label, else the coordinator chooses one."""
     advertise: Address | None = None
     """Address at which peers reach its services, if it is not the listening address (a proxy, a NAT). A device that
     listens on all addresses (``0.0.0.0``) advertises the one from which it reaches the coordinator."""
@@ -90,23 +90,23 @@ class DeviceConfig:
     """Name or address at which peers reach this host, if it is not the one that the device listens on and its ports are
     the same there; empty: the one that it listens on."""
     checksums: bool = True
-    """TCP messages carry a checksum, and damaged ones are retransmitted."""
+    """Whether TCP messages carry a checksum, and damaged ones are retransmitted."""
     join_timeout_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
     max_streams: int = MAX_OPEN
     lab_dialect: str = Dialect.STARTER
-    """The dialect of the lab's clients, or ``auto``."""
+    """Dialect of the lab's clients, or ``auto``."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.DEVICE))
     lab: bool = False
     """Whether the lab's calls are open to callers without a token."""
     accelerator: str = "cpu"
-    """Where the memory of the lab's calls and of named buffers is: ``cpu``, ``auto``, ``cuda``, ``cuda:N`` or
-    ``emulated``. Jobs choose for themselves."""
+    """Kind of memory of the lab's calls and of named buffers: ``cpu``, ``auto``, ``cuda``, ``cuda:N`` or ``emulated``.
+    Jobs choose for themselves."""
     jobs: Path | None = None
     """Folder with the code of jobs, for ``hoop doctor``; None: the current folder."""
     metrics: Address | None = None
-    """Where Prometheus scrapes the device (``metrics_endpoint``); None: nowhere."""
+    """Address where Prometheus scrapes the device (``metrics_endpoint``); None: nowhere."""
 
 
 class DeviceServer:
@@ -161,7 +161,7 @@ class DeviceServer:
         )
         self._server: grpc.aio.Server | None = None
         self.metrics = None if config.metrics is None else self._metrics_endpoint(config.metrics)
-        """Where Prometheus scrapes this device, if ``config.metrics`` says so."""
+        """Endpoint at which Prometheus scrapes this device; None if ``config.metrics`` is."""
         self._info = DeviceInfo(
             device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),
             address=Address(config.host, 0),

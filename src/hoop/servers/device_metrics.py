@@ -24,9 +24,9 @@ from hoop.transport import Transport
 from hoop.wire.generated import hoop_pb2 as pb
 
 MAX_BUFFERS = 50
-"""Buffers with a series of their own, the largest first …"""
+"""Maximum number of buffers with a series of their own, the largest ones."""
 OTHER = "other"
-"""… and the name under which the rest is summed."""
+"""Name of the series in which the other buffers are summed."""
 
 
 class DeviceCollector(Collector):
@@ -45,10 +45,10 @@ class DeviceCollector(Collector):
         self._info, self._arena, self._memory = info, arena, memory
         self._tasks, self._heartbeats, self._transports = tasks, heartbeats, transports
         self._steps: dict[int, int] = {}
-        """By job: the most steps that a scrape has seen."""
+        """Maximum number of steps of each job that a scrape has seen."""
         self._bytes: dict[tuple[str, str], int] = {}
-        """By transport and direction: the highest count that a scrape has seen. A link that is replaced after damage
-        takes its count along, and a counter must not fall."""
+        """Maximum count of bytes that a scrape has seen, by transport and direction. A link that is replaced after
+        damage takes its count along, and a counter must not fall."""
 
     def collect(self) -> Iterator[Metric]:
         info = self._info()

@@ -28,7 +28,7 @@ MAX_LINK_CHECKS = 4096
 MAX_TRACED_STEPS = 32
 MAX_TRACE_S = 30.0
 MAX_LISTED_BUFFERS = 64
-"""Buffers on a GPU that a heartbeat lists."""
+"""Maximum number of buffers on a GPU that a heartbeat lists."""
 GPU_ASKED_EVERY_S = 2.0
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 
@@ -57,7 +57,7 @@ class DeviceService:
         self._ask_gpu_at = 0.0
         self._gpu_free = self._gpu_total = 0
         self.last_memory = pb.DeviceMemory()
-        """What ``memory`` returned last; every heartbeat calls it."""
+        """Last result of ``memory``, which every heartbeat calls."""
 
     def memory(self) -> pb.DeviceMemory:
         memory = self._memory

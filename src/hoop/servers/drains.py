@@ -29,9 +29,9 @@ from hoop.servers.jobs import Jobs
 from hoop.wire.generated import hoop_pb2 as pb
 
 HAND_OVER_S = 10.0
-"""How long a device that leaves by itself waits for the other ranks to continue without it: about one step."""
+"""Seconds that a device that leaves by itself waits for the other ranks to continue without it: about one step."""
 LOADING_S = 5.0
-"""How often it gets the text that a job waits for a device which is loading it."""
+"""Seconds between two texts to a leaving device which say that a job waits for a device that is loading it."""
 PROGRESS_S = 1.0
 MAX_TIMEOUT_S = 7 * 86400.0
 MAX_EXIT_CODE = 255
@@ -62,9 +62,9 @@ class Drains:
     def __init__(self, coordinator: Coordinator, jobs: Jobs) -> None:
         self._coordinator, self._jobs = coordinator, jobs
         self._draining: set[int] = set()
-        """Devices that a client drains."""
+        """Ids of the devices that a client drains."""
         self._dismissed: dict[str, int] = {}
-        """Incarnations of devices that have handed over everything, and are to leave, with their exit codes."""
+        """Exit codes of devices that have handed over everything and are to leave, by incarnation."""
 
     def is_dismissed(self, incarnation: str) -> bool:
         return incarnation in self._dismissed

@@ -55,7 +55,7 @@ from hoop.wire.service import unreachable
 from hoop.wire.tokens import check_private
 
 TRY_S = 1.0
-"""Timeout of one endpoint, before the next is tried."""
+"""Timeout of one endpoint in seconds, before the next is tried."""
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 _OPTIONS = [
@@ -176,9 +176,9 @@ def _credentials(folder: Path) -> grpc.ChannelCredentials:
 
 
 START_S = 5.0
-"""How long the first contact with etcd is tried."""
+"""Seconds for which the first contact with etcd is tried."""
 WATCH_S = 5.0
-"""How long one watch of another owner's key lasts, before the key is read again."""
+"""Seconds that one watch of another owner's key lasts, before the key is read again."""
 RETRY_S = 0.2
 OnWaiting = Callable[[str], None]
 
@@ -194,7 +194,7 @@ class LeaderLease:
         self._etcd, self._where, self._owner_text, self._on_lost = etcd, where, owner, on_lost
         self._ttl, self._lease_id, self._expires_at = math.ceil(lease_s), 0, 0.0
         self._unreachable = ""
-        """Why etcd did not answer the last call; empty: it did."""
+        """Reason why etcd did not answer the last call; empty: it did."""
         self._lost: PeerLost | None = None
         self._closing, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="hoop journal lease", daemon=True)
@@ -322,11 +322,11 @@ def _name(owner: pb.KeyValue) -> str:
 
 SCHEME = "etcd://"
 WRITE_S = 3.0
-"""Timeout of a write, over all endpoints. It blocks the coordinator."""
+"""Timeout of a write in seconds, over all endpoints. It blocks the coordinator."""
 CHUNK_BYTES = 1 << 20
 """Bytes of a snapshot in one key; etcd accepts 1.5 MiB in a request."""
 PAGE = 32
-"""Keys that one request reads; an answer with this many full keys fits one message."""
+"""Number of keys that one request reads; an answer with this many full keys fits one message."""
 
 
 @dataclass(frozen=True)

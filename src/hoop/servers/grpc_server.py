@@ -24,12 +24,12 @@ from hoop.wire.service import OnRefused
 
 log = logging.getLogger("hoop.servers")
 OPEN_FILES = 65536
-"""A server raises its soft limit of open files if it is below this."""
+"""Minimum soft limit of open files: a server raises a lower one."""
 WINDOW_S = 10.0
 MAX_REPORTS = 20
 REPEAT_S = 60.0
 MAX_TEXT_BYTES = 1024
-"""Longer reports are shortened."""
+"""Maximum bytes of a report; longer ones are shortened."""
 
 
 def check_exposure(address: Address, credentials: Credentials, insecure: bool, lab: bool = False) -> None:
@@ -148,7 +148,7 @@ class ClientReports:
         self._report = report
         self._clock = clock
         self._reported: OrderedDict[str, float] = OrderedDict()
-        """By text, when it was last reported; the oldest first."""
+        """Time when each text was last reported; the oldest first."""
         self._window_began = clock()
         self._in_window = 0
 

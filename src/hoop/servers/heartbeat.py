@@ -28,11 +28,13 @@ log = logging.getLogger("hoop.servers")
 CALL_S = 5.0
 HAND_OVER_S = 15.0
 LEAVE_S = 10.0
-"""Timeout of the leave call. It suffices for a busy coordinator: without the call the device counts as lost."""
+"""Timeout of the leave call in seconds. It suffices for a busy coordinator: without the call the device counts as
+lost."""
 STALLED = 1 / 3
-"""Fraction of a lease: a task that waits longer for a peer without a byte reports a stall (``link_checks``)."""
+"""Time that a task waits for a peer without a byte before it reports a stall (``link_checks``), as a fraction of a
+lease."""
 MAX_RETRY_S = 0.2
-"""Longest pause before a member tries to reconnect: a restarted coordinator gives it one lease."""
+"""Maximum seconds before a member tries to reconnect: a restarted coordinator gives it one lease."""
 
 
 class HeartbeatClient:
@@ -57,9 +59,9 @@ class HeartbeatClient:
         self.dismissed = asyncio.Event()
         """Set when the coordinator asks this device to leave: its work was moved to other devices."""
         self.exit_code = 0
-        """With ``dismissed``: the exit code for this process, if a scheduler started it."""
+        """Exit code for this process, if a scheduler started it; valid when ``dismissed`` is set."""
         self.failures = 0
-        """How often the coordinator could not be reached, or did not answer."""
+        """Number of times that the coordinator could not be reached, or did not answer."""
         self.info: DeviceInfo | None = None
 
     async def join(self, info: DeviceInfo, timeout_s: float) -> DeviceInfo:

@@ -26,7 +26,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import status_of
 
 DOCTOR_S = 540.0
-"""How long the doctor of a host may take: it loads PyTorch and data, on a machine that may be busy."""
+"""Seconds that the doctor of a host may take: it loads PyTorch and data, on a machine that may be busy."""
 DESCRIBE_S = 10.0
 MAX_JOB_LENGTH = 500
 MAX_OUTPUT_BYTES = 1 << 20

@@ -13,9 +13,9 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds, in seconds, of the buckets of ``PauseHistogram``; the last bucket has none."""
 MAX_PAUSE_S = 1e9
 STALLED_S = 10.0
-"""Without a reported step for this long, and for three times the last step, a job makes no progress."""
+"""Seconds without a reported step after which a job makes no progress, if they are also three times its last step."""
 NEWEST = {one.kind: one for one in (ev.Steps, ev.Evaluated)}
-"""Events of which the newest is kept."""
+"""Classes of the events of which the newest is kept, by kind."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class StepsReport:
     """The newest steps that a job reported."""
 
     done: int
-    """Steps done in all."""
+    """Number of steps done in the whole run."""
     loss: float
     step_s: float
     """Mean seconds of these steps."""
@@ -34,7 +34,7 @@ class JobProgress:
     """The newest events of one job. One thread adds events, any thread asks."""
 
     _newest: dict[type[JobEvent], tuple[str, float]] = field(default_factory=dict)
-    """By class: JSON text of the newest event, and when it came (monotonic clock)."""
+    """JSON text of the newest event of each class, and the time when it came (monotonic clock)."""
     _done: int = 0
 
     def add(self, kind: str, text: str) -> None:
@@ -89,7 +89,7 @@ class PauseHistogram:
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS) + 1)
         self.seconds = 0.0
-        """The sum of all pauses."""
+        """Sum of all pauses in seconds."""
 
     def add(self, seconds: object) -> None:
         """A device reported a pause; a value that is no number of seconds is counted as 0."""

@@ -25,7 +25,7 @@ from hoop.texts import parse_json
 from hoop.topology import MAX_DEVICES, DeviceInfo
 
 MAX_LOG_BYTES = 256 << 20
-"""Limit of the events of one job."""
+"""Maximum bytes of the events of one job."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class JobRecord:
     communicator: CommunicatorState
     settings: str
     run: str = field(default_factory=lambda: secrets.token_hex(8))
-    """A unique name of this run; arenas carry it (see ``JobState.run``)."""
+    """Unique name of this run; arenas carry it (see ``JobState.run``)."""
     log: EventLog = field(default_factory=lambda: EventLog(100_000, PINNED_EVENTS, max_log_bytes=MAX_LOG_BYTES))
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Prefix of the origins of the coordinator's own events."""
@@ -43,17 +43,17 @@ class JobRecord:
     """Origins of events received from devices. A device that is watched again sends all of its events again."""
     failures: list[HoopError] = field(default_factory=list)
     losses: list[HoopError] = field(default_factory=list)
-    """One error for each device that was lost."""
+    """Errors of the devices that were lost, one for each."""
     ended: bool = False
     """Whether a device reached the end of the training."""
     watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """By incarnation: the asyncio task that receives the events of that device's task."""
+    """Asyncio tasks that receive the events of the devices' tasks, by incarnation."""
     progress: JobProgress = field(default_factory=JobProgress)
-    """Its newest steps and evaluation, for metrics."""
+    """Newest steps and evaluation of the job, for metrics."""
     resumed_generation: int = 0
-    """The newest generation whose ranks reported that they went on."""
+    """Newest generation whose ranks reported that they went on."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Versions and arithmetic that its devices must have; empty: unknown yet, or all may differ."""
+    """Versions and arithmetic that the job's devices must have; empty: unknown yet, or all may differ."""
     data: str = ""
     """Fingerprint of the dataset that all devices must have; empty until the first device reports it."""
     _own_events: int = 0

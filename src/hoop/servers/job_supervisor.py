@@ -40,7 +40,7 @@ from hoop.wire.service import device_message
 
 START_S = 30.0
 LOADING_S = 30.0
-"""How long a device that loads a job may be silent: no other thread runs while it loads a library of PyTorch."""
+"""Seconds that a device that loads a job may be silent: no other thread runs while it loads a library of PyTorch."""
 ASSIGN_S = 10.0
 
 
@@ -62,7 +62,7 @@ class JobSupervisor:
         self._events: deque[jm.JobMembershipEvent] = deque()
         self._busy = False
         self._loading: set[int] = set()
-        """Devices that may be silent because they load the job."""
+        """Ids of the devices that may be silent because they load the job."""
         self._began = time.monotonic()
         self._next_notice = self._began + jm.NOTICE_S
         self.over = asyncio.Event()

@@ -38,7 +38,7 @@ from hoop.wire.service import translate, unreachable
 
 STOP_S = 5.0
 LAST_EVENTS_S = 5.0
-"""How long the coordinator waits for the last events of a job that is over."""
+"""Seconds that the coordinator waits for the last events of a job that is over."""
 
 MEMBERSHIP_EVENTS = (
     ev.Loaded,
@@ -63,11 +63,13 @@ class Jobs:
         self._operations = operations
         self._jobs: dict[int, JobRecord] = {}
         self._supervisors: dict[int, JobSupervisor] = {}
-        """By id of a running job."""
+        """Supervisors of the running jobs, by job id."""
         self._starting = 0
-        """How many jobs are being started."""
-        self.recovery_pauses, self.resize_pauses = PauseHistogram(), PauseHistogram()
-        """Of all jobs since the coordinator started: pauses after a failure, and for a join or a leave."""
+        """Number of jobs that are being started."""
+        self.recovery_pauses = PauseHistogram()
+        """Pauses after a failure, of all jobs since the coordinator started."""
+        self.resize_pauses = PauseHistogram()
+        """Pauses for a join or a leave, of all jobs since the coordinator started."""
 
     # ---- start
 

@@ -32,9 +32,9 @@ class Peers:
 
     addresses: tuple[Address, ...]
     rank: int
-    """The rank of this device."""
+    """Rank of this device."""
     assignments_before: int
-    """How often Hoop's coordinator had given this device a rank then: a later rank replaces these."""
+    """Number of ranks that Hoop's coordinator had given this device before: a later rank replaces these."""
 
 
 class LabDevice:
@@ -61,7 +61,7 @@ class LabDevice:
         self._peers: Peers | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.info: DeviceInfo | None = None
-        """Set once the device has joined."""
+        """Description of the device, set when it has joined."""
 
     async def get_device_metadata(self, _: lab.GetDeviceMetadataRequest) -> lab.GetDeviceMetadataResponse:
         peers = self._newest_peers()

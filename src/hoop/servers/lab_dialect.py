@@ -39,7 +39,7 @@ class Numbers:
     """The numbers and the unit of one dialect."""
 
     ops: Mapping[int, str]
-    """By number, Hoop's name of the operation."""
+    """Hoop's names of the operations, by the dialect's numbers."""
     statuses: Mapping[str, int]
     count_unit: str
 
@@ -76,7 +76,7 @@ def detect(op: int, shown_unit: str, grouped: bool) -> Dialect | None:
 
 FLOAT64_BYTES = 8
 MAX_COPIES = 65536
-"""Addresses whose last copy is remembered; the oldest are forgotten first."""
+"""Maximum number of addresses whose last copy is remembered; the oldest are forgotten first."""
 
 
 class CopyLengths:

@@ -38,11 +38,12 @@ class ClientView:
     """What the client of a communicator has shown of itself, and the ranks that it knows."""
 
     dialect: Dialect | None = None
-    """With ``--lab-dialect auto``: the dialect, once a call has shown it."""
+    """Dialect of the client, once a call has shown it; only with ``--lab-dialect auto``."""
     unit: str = ""
-    """With ``--count-unit auto``: the unit of the last count that showed it."""
+    """Unit of the last count that showed it; only with ``--count-unit auto``."""
     devices: tuple[int, ...] = ()
-    """After CommRemoveDevice: devices by the client's ranks, in which the removed ones keep their numbers."""
+    """Ids of the devices by the client's ranks, in which removed devices keep their numbers; empty before
+    CommRemoveDevice."""
 
 
 class LabCoordinator:
@@ -57,7 +58,7 @@ class LabCoordinator:
         self._reports = reports
         self._copies = CopyLengths()
         self._views: dict[int, ClientView] = {}
-        """By communicator."""
+        """View of the client of each communicator."""
 
     async def comm_init(self, request: lab.CommInitRequest) -> lab.CommInitResponse:
         if not request.numDevices:

@@ -41,11 +41,13 @@ from hoop.wire.generated import gpu_sim_pb2 as lab
 MAX_OPEN = 4096
 MAX_REMEMBERED = 16384
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Received bytes that may wait for their BeginReceive; a single message may exceed it. Hoop's devices send none."""
-DISCARD_SECONDS, MAX_DISCARDED_BYTES = 5.0, 64 << 20
-"""How much is read of a transfer that is refused, and for how long."""
+"""Maximum received bytes that wait for their BeginReceive; a single message may exceed it. Hoop's devices send none."""
+DISCARD_SECONDS = 5.0
+"""Maximum seconds for which a transfer that is refused is read."""
+MAX_DISCARDED_BYTES = 64 << 20
+"""Maximum bytes that are read of a transfer that is refused."""
 MATCH_SECONDS = 30.0
-"""How long a sender waits for its BeginReceive, and a receive for its sender."""
+"""Seconds that a sender waits for its BeginReceive, and a receive for its sender."""
 
 
 @dataclass
@@ -58,13 +60,13 @@ class Stream:
     status: int = lab.IN_PROGRESS
     reason: str = ""
     address: int = 0
-    """Where the bytes are, or go to."""
+    """Address in the device's memory from which the bytes come, or to which they go."""
     has_sender: bool = False
-    """A receive whose sender has connected."""
+    """True for a receive whose sender has connected."""
     op: str = ""
-    """A receive that combines the bytes, as float64, with those that are there; empty: it overwrites them."""
+    """Operation of a receive that combines the bytes, as float64, with those in memory; empty: it overwrites them."""
     access: Access | None = None
-    """The transfer's place in the memory order: it waits for earlier operations on the same bytes."""
+    """Place of the transfer in the memory order: it waits for earlier operations on the same bytes."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_turn(self) -> None:
@@ -83,7 +85,7 @@ _FLOAT64 = dtype("float64")
 
 
 OrderAccess = Callable[[str, int, int, bool], Access]
-"""``OperationRunner.order_access``: description, address, size in bytes, whether it writes."""
+"""Type of ``OperationRunner.order_access``: takes description, address, size in bytes, and whether it writes."""
 
 
 class StreamTable:
@@ -97,7 +99,7 @@ class StreamTable:
         self._receives: OrderedDict[int, Stream] = OrderedDict()
         self._receive_begun = asyncio.Condition()
         self._unmatched_senders = 0
-        """Senders that wait for their BeginReceive."""
+        """Number of senders that wait for their BeginReceive."""
         self._waiting_bytes = 0
 
     @property

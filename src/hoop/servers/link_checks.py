@@ -40,16 +40,19 @@ from hoop.transport.port_check import CONNECT_S, PortCheck
 from hoop.wire.generated import hoop_pb2 as pb
 
 MAX_PEERS = 4
-"""Devices that a new one is checked with: 1, 2, 4 and 8 places before it, so that no device is asked by all."""
+"""Number of devices with which a new one is checked: 1, 2, 4 and 8 places before it, so that no device is asked by
+all."""
 MAX_CHECKS = 8
-"""Checks that run at the same time."""
+"""Maximum number of checks that run at the same time."""
 CALL_S = CONNECT_S + 3.0
 SETTLE_S = CALL_S + 2.0
-"""How long the start of a job waits for the checks of its devices."""
-RECHECK_S, MAX_RECHECK_S = 5.0, 15.0
-"""The pause before a failed check is repeated doubles from the first to the second."""
+"""Seconds that the start of a job waits for the checks of its devices."""
+RECHECK_S = 5.0
+"""Seconds before a failed check is repeated for the first time; they double with each repetition."""
+MAX_RECHECK_S = 15.0
+"""Maximum seconds before a failed check is repeated."""
 IN_FLIGHT = 1 / 6
-"""Fraction of a lease: how long sent bytes may be in flight."""
+"""Time that sent bytes may be in flight, as a fraction of a lease."""
 DESCRIBE_S = 5.0
 
 
@@ -71,7 +74,7 @@ class JoinCheck:
         self._coordinator = coordinator
         self._ports = PortCheck(coordinator.config.credentials.link_key)
         self._checks: dict[str, _Check] = {}
-        """By incarnation: checks that run, or have failed and will be repeated."""
+        """Checks that run, or have failed and will be repeated, by incarnation of the device."""
         self._slots = asyncio.Semaphore(MAX_CHECKS)
         self._unsubscribe = coordinator.events.subscribe(self._on_event)
 
@@ -212,7 +215,7 @@ class LinkDiagnosis:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._open: set[tuple[int, int, int, int]] = set()
-        """Stalls under diagnosis: communicator, generation, waiting device, peer."""
+        """Stalls under diagnosis, each as communicator, generation, waiting device, peer."""
 
     def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Starts a diagnosis for every reported stall that is current and has none yet."""

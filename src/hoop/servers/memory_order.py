@@ -33,7 +33,7 @@ class MemoryRange:
     stop: int
     writes: bool
     buffer: str = ""
-    """Empty: ``start`` and ``stop`` are absolute addresses."""
+    """Name of the buffer into which ``start`` and ``stop`` are offsets; empty: they are absolute addresses."""
 
     def __str__(self) -> str:
         where = f"buffer {self.buffer!r} of " if self.buffer else ""
@@ -41,7 +41,7 @@ class MemoryRange:
 
 
 IntervalsByBuffer = dict[int, dict[str, list[Interval]]]
-"""By device, then by buffer: sorted, disjoint intervals."""
+"""Sorted, disjoint intervals, by device, then by buffer."""
 
 
 class MemoryFootprint:
@@ -101,14 +101,14 @@ class Access:
     """One accepted request: the bytes that it touches, and the earlier requests that it waits for."""
 
     description: str
-    """For error messages of requests that wait for this one."""
+    """Text about the request, for error messages of requests that wait for it."""
     footprint: MemoryFootprint
     predecessors: list[Access] = field(default_factory=list)
     """Conflicting requests that were accepted before this one, and had not ended then."""
     deadline: float | None = None
-    """When the access lapses, by ``time.monotonic``; None: the code that accepted it always ends it."""
+    """Time (``time.monotonic``) when the access lapses; None: the code that accepted it always ends it."""
     max_wait_s: float = math.inf
-    """How many seconds a later request waits for this one at most."""
+    """Maximum seconds that a later request waits for this one."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def expired(self, now: float) -> bool:

@@ -38,13 +38,13 @@ from hoop.wire.tokens import Token
 log = logging.getLogger("hoop.servers")
 PATH = "/metrics"
 MAX_SCRAPES = 4
-"""Connections that are answered at the same time."""
+"""Maximum number of connections that are answered at the same time."""
 SCRAPE_S = 10.0
-"""How long a connection may last, from the first byte to the last."""
+"""Seconds that a connection may last, from the first byte to the last."""
 POLL_S = 0.25
-"""How often the accepting thread looks for connections that have lasted too long."""
+"""Seconds between two checks, by the accepting thread, for connections that have lasted too long."""
 MAX_LABEL_BYTES = 64
-"""Longer label values are shortened."""
+"""Maximum bytes of a label's value; longer ones are shortened."""
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]

@@ -14,8 +14,9 @@ from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 
 DRIVERS = ("devices", "stepped", "relay")
-"""Which process drives the data movement. ``devices``: the devices alone. The other two are baselines: the coordinator
-starts every round (``stepped``), or all data passes through it, as in the papers' naive version (``relay``)."""
+"""Processes that may drive the data movement. ``devices``: the devices alone. The other two are baselines: the
+coordinator starts every round (``stepped``), or all data passes through it, as in the papers' naive version
+(``relay``)."""
 
 
 def operation_from(message: pb.Operation) -> Operation:

@@ -34,7 +34,7 @@ MAX_TIMEOUT_S = 3600.0
 MAX_OPERATIONS = 1024
 MAX_MEMBERS = 4096
 MAX_RESERVATIONS = 4096
-"""Reservations that a device holds at once."""
+"""Maximum number of reservations that a device holds at once."""
 
 
 @dataclass
@@ -104,9 +104,11 @@ class OperationRunner:
         self._shared = shared
         self._assignments: dict[int, RankAssignment] = {}
         self.assignments_stored = 0
-        """How often this device was given a rank."""
-        self._running, self._announced = MemoryOrder(), MemoryOrder()
-        """Launches that run here, and launches that the coordinator has announced by a reservation."""
+        """Number of ranks that this device was given."""
+        self._running = MemoryOrder()
+        """Order of the launches that run on this device."""
+        self._announced = MemoryOrder()
+        """Order of the launches that the coordinator has announced by a reservation."""
         self._reservations: dict[int, Access] = {}
         # One thread for each communicator that runs: a launch that waits for its peers must not block another.
         self._threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="hoop-launch")

@@ -59,7 +59,7 @@ from hoop.wire.service import calling_host, device_message, status_of, translate
 
 ASSIGN_S = 5.0
 GRACE_S = 1.0
-"""How long members may take to return after an abort."""
+"""Seconds that members may take to return after an abort."""
 Reports = list[pb.OperationReport]
 
 
@@ -115,11 +115,11 @@ class OperationQueue:
         self._coordinator = coordinator
         self._groups = groups
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By communicator; held while a batch of its operations runs."""
+        """Locks by communicator; each is held while a batch of that communicator's operations runs."""
         self._unfinished: defaultdict[int, set[asyncio.Task[Reports]]] = defaultdict(set)
-        """By communicator, the batches that were accepted and have not ended."""
+        """Batches of each communicator that were accepted and have not ended."""
         self._clients: dict[int, str] = {}
-        """By communicator, the host of the client that created it."""
+        """Host of the client that created each communicator."""
         self._lab_communicators: dict[int, None] = {}
         """Communicators of the lab's clients, which often never destroy them; the least recently used first."""
 
@@ -595,7 +595,8 @@ async def read(coordinator: Coordinator, device_id: int, location: pb.Location, 
 
 
 _copy_ids = itertools.count(1 << 62)
-"""A copy is a communicator of two members that lives for one message. Its ids do not meet those of others."""
+"""Ids of copies. A copy is a communicator of two members that lives for one message; its id is none of another
+one's."""
 
 
 async def copy(coordinator: Coordinator, request: pb.CopyRequest) -> None:

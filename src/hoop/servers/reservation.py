@@ -37,7 +37,7 @@ class Reservation:
         self._coordinator, self._communicator, self._timeout = coordinator, communicator, timeout
         self._description = description
         self.announced = coordinator.in_background(self._announce(ranges))
-        """Done when every member has the reservation or cannot be reached; it never fails."""
+        """Future that is done when every member has the reservation or cannot be reached; it never fails."""
 
     async def _announce(self, ranges: Iterable[MemoryRange]) -> None:
         requests = {

@@ -47,20 +47,22 @@ from hoop.wire.generated import hoop_pb2 as pb
 
 log = logging.getLogger("hoop.servers")
 MAX_TASKS = 8
-"""Tasks that a device keeps. The oldest is forgotten first, if it has ended; until then it can be watched."""
+"""Maximum number of tasks that a device keeps. The oldest is forgotten first, if it has ended; until then it can be
+watched."""
 HANDOVER_S = 600.0
-"""How long a task without a rank keeps its memory for the other ranks, if the coordinator never dismisses it."""
+"""Seconds that a task without a rank keeps its memory for the other ranks, if the coordinator never dismisses it."""
 MAX_LISTED_LINKS = 64
-"""Links of a task that a heartbeat lists, those that carried most bytes …"""
+"""Maximum number of links of a task that a heartbeat lists, those that carried most bytes."""
 MAX_LISTED_SHARDS = 256
-"""… and shards, and stages."""
+"""Maximum number of shards of a task that a heartbeat lists, and of stages."""
 HANDED_OVER = "this device has handed over, and leaves the job"
 PINNED_EVENTS = (ev.Started.kind,)
-"""Event kinds that a log never drops: a late watcher needs them to understand the rest."""
+"""Kinds of events that a log never drops: a late watcher needs them to understand the rest."""
 
 
 TrainFunction = Callable[[RankContext, str, Emit, Callable[[], bool], bytes | None], None]
-"""Trains until done or stopped: context, settings (JSON), ``emit``, "stop requested?", checkpoint to resume from."""
+"""Function that trains until done or stopped; it takes the context, settings (JSON), ``emit``, "stop requested?" and
+the checkpoint to resume from."""
 
 
 @dataclass
@@ -69,29 +71,29 @@ class Task:
 
     log: EventLog = field(default_factory=lambda: EventLog(pinned=PINNED_EVENTS))
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Names this log. Token and sequence number identify an event for good."""
+    """Name of this log. With the sequence number it identifies an event for good."""
     stop: threading.Event = field(default_factory=threading.Event)
     ranks: TaskRanks = field(default_factory=TaskRanks)
     assignment: pb.RankAssignment | None = None
-    """The newest rank assignment."""
+    """Newest rank assignment."""
     stop_reason: str = "its generation is over"
-    """Why the coordinator stopped the last generation."""
+    """Reason why the coordinator stopped the last generation."""
     run: str = ""
     joining: bool = False
-    """It was started while the job ran."""
+    """True if the task was started while the job ran."""
     close_links: Callable[[], None] = lambda: None
-    """Closes the links of the assignment in use."""
+    """Function that closes the links of the assignment in use."""
     links: TaskLinks | None = None
-    """The links of the assignment in use."""
+    """Links of the assignment in use."""
     thread: threading.Thread | None = None
     loaded: bool = False
-    """It has loaded the job's code and data."""
+    """True if the task has loaded the job's code and data."""
     finished: bool = False
-    """It reached the end of the training, or a step at which all ranks agreed to stop."""
+    """True if the task reached the end of the training, or a step at which all ranks agreed to stop."""
     activity: ActivitySource | None = None
-    """What its rank does; None before its first step, and when it has ended."""
+    """Activity of the task's rank; None before its first step, and when it has ended."""
     progress: JobProgress = field(default_factory=JobProgress)
-    """The steps that this device reported; only one rank of a job reports them."""
+    """Steps that this device reported; only one rank of a job reports them."""
     _sent: int = 0
     _sending: threading.Condition = field(default_factory=threading.Condition)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -172,7 +174,7 @@ class TaskLinks:
         self._runner, self._id, self._assignment = runner, communicator_id, assignment
         all_ranks = tuple(range(len(assignment.members)))
         self._communicators: dict[tuple[int, ...], tuple[int, Communicator]] = {all_ranks: (communicator_id, world)}
-        """By ranks: communicator id, communicator."""
+        """Id and communicator of each group of ranks."""
         self._error: HoopError | None = None
 
     def __call__(self, ranks: Sequence[int]) -> Communicator:
