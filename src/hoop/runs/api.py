@@ -47,11 +47,11 @@ class _Place:
     """Where a run trains: on this machine, on a Ray cluster, or on a cluster of Hoop that is up."""
 
     devices: DeviceRange | None
-    """None: none is stated."""
+    """Number of devices, or a range; None: none is stated."""
     ray: Ray | None = None
     coordinator: Addresses | None = None
     credentials: Credentials | None = None
-    """For the cluster at ``coordinator``; None: those of the environment."""
+    """Credentials for the cluster at ``coordinator``; None: those of the environment."""
 
     @property
     def first(self) -> int:

@@ -32,19 +32,20 @@ class Audit:
     """Findings of an audit."""
 
     steps: int = 0
-    """Steps of the history that the newest checkpoint belongs to."""
+    """Number of steps of the history to which the newest checkpoint belongs."""
     epochs: int = 0
-    """Complete epochs: every sample in exactly one step."""
+    """Number of complete epochs: every sample in exactly one step."""
     samples: int = 0
-    """Samples of an epoch."""
+    """Number of samples of an epoch."""
     shards: dict[int, int] = field(default_factory=dict)
-    """Shards computed, by device."""
+    """Number of shards that each device computed."""
     resumed: list[int] = field(default_factory=list)
-    """Steps after which the run resumed."""
+    """Numbers of steps after which the run resumed."""
     repeated: int = 0
-    """Steps that a resumed run did again; their first time is in no model."""
+    """Number of steps that a resumed run did again; their first time is in no model."""
     taken_over: list[dict[str, Any]] = field(default_factory=list)
-    """Steps finished after a device was lost: the lost devices, and the device that computed each shard again."""
+    """Each step that was finished after a device was lost: the lost devices, and the device that computed each shard
+    again."""
     checkpoints: list[str] = field(default_factory=list)
     """Names of the checkpoints whose checksum holds and whose hash is that of their step."""
     violation: str | None = None
@@ -94,10 +95,11 @@ class _History:
         self._order = SampleOrder(0, 1)
         self._by: dict[int, list[int]] = {}
         self._lost: list[int] = []
-        """Devices that were lost since the last recovery and are not back. One may be reported after its recovery."""
+        """Ids of the devices that were lost since the last recovery and are not back. One may be reported after its
+        recovery."""
         self._taken: dict[int, tuple[list[int], list[int]]] = {}
         self._counts = np.zeros(0, np.int64)
-        """How often each sample of the current epoch was used."""
+        """Number of times that each sample of the current epoch was used."""
 
     def take(self, line: LedgerLine) -> None:
         entry = line.entry

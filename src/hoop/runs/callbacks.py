@@ -19,7 +19,7 @@ from hoop.errors import InvalidArgument
 from hoop.job_events import Observed
 
 _PLAIN = (str, bool, int, float)
-"""Values that an attribute of a span of OpenTelemetry can have."""
+"""Types of the values that an attribute of a span of OpenTelemetry can have."""
 
 
 class RunControl:
@@ -28,7 +28,7 @@ class RunControl:
     def __init__(self, stop: Callable[[], None], settings: Mapping[str, Any]) -> None:
         self._stop = stop
         self.settings = settings
-        """The settings of the run."""
+        """Settings of the run."""
 
     def stop(self) -> None:
         """Ends the run after the current step, with its result."""
@@ -193,7 +193,7 @@ class OpenTelemetryLogger(Callback):
         self._trace = importlib.import_module("opentelemetry.trace")
         self._tracer = tracer
         self._span: Any = None
-        """Of the run; None before it starts and after it ends."""
+        """Span of the run; None before it starts and after it ends."""
 
     def _start(self, run: RunControl, started: ev.Started, time: float) -> None:
         """Starts the span of the run at the time of the event, which comes here later."""

@@ -28,7 +28,7 @@ from hoop.job_events import CheckpointWritten, JobEvent, Warned
 
 FOLDER = "checkpoints"
 BEST = "best.safetensors"
-"""Another name of the checkpoint after the best evaluation, which stays when the file of that step is removed."""
+"""Second name of the checkpoint after the best evaluation, which stays when the file of that step is removed."""
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that ``set_aside`` renamed."""
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
@@ -40,7 +40,7 @@ class FoundCheckpoint:
 
     path: Path
     passed_over: tuple[str, ...] = ()
-    """What is wrong with each newer one."""
+    """Sentences that say what is wrong with each newer checkpoint."""
 
     @property
     def warnings(self) -> list[str]:
@@ -104,7 +104,7 @@ def set_aside(out: Path, after: int) -> None:
 
 
 Write = Callable[[Path, Sequence[bytes | memoryview]], None]
-"""``write(path, parts)``: the content of the file, in parts."""
+"""Function ``write(path, parts)`` that writes the content of a file, given in parts."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Snapshot:
     """Known checksums of tensors by name (from ``checkpoint_format.verified``); the writer thread computes the
     others."""
     before: Callable[[], None] = lambda: None
-    """Called before writing: makes durable what the checkpoint refers to."""
+    """Function that is called before writing; it makes durable what the checkpoint refers to."""
 
 
 class CheckpointWriter:
@@ -134,7 +134,7 @@ class CheckpointWriter:
         self._best_step = -1
         """Step of the best evaluation that has no checkpoint yet."""
         self.last: Path | None = None
-        """The newest checkpoint that this object has written."""
+        """Path of the newest checkpoint that this object has written."""
 
     def offer(self, one: Snapshot) -> None:
         """Queues a snapshot and returns at once."""

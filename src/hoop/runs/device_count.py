@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from hoop.engine.settings import Settings
 
 DEFAULT_DEVICES = 4
-"""Devices of a strategy that partitions the model, and on Ray, if no number is stated."""
+"""Number of devices of a strategy that partitions the model, and on Ray, if none is stated."""
 MOST = 64
-"""More devices are used only if they are asked for."""
+"""Maximum number of devices that are used without being asked for."""
 LOOK_S = 1.0
-"""How often the wait for devices looks whether the run is to stop."""
+"""Seconds between two checks, while devices are awaited, whether the run is to stop."""
 
 
 @dataclass(frozen=True)

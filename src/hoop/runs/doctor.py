@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hoop.wire.auth import Credentials
 
 CLOCK_S = 1.0
-"""Clocks that differ by more are a warning: the times of events of several hosts cannot be compared."""
+"""Difference of clocks in seconds that gives a warning: the times of events of several hosts cannot be compared."""
 CONNECT_S = 5.0
 Say = Callable[[str], None]
 
@@ -57,9 +57,9 @@ class Check:
     verdict: Verdict
     found: str
     remedy: str = ""
-    """What to do; empty if nothing has to be done."""
+    """Advice on what to do; empty if nothing has to be done."""
     host: str = ""
-    """The host that it is about; empty: this machine, or the whole cluster."""
+    """Name of the host; empty: this machine, or the whole cluster."""
 
 
 @dataclass(frozen=True)

@@ -167,4 +167,5 @@ FORMATS: dict[str, tuple[str, Callable[[TrainedModel], bytes]]] = {
     ".npz": ("the same for NumPy", _npz),
     ".pt2": ("a torch.export program, code included", _program),
 }
-"""By suffix: description and writer. The first two contain only tensors; the last is an archive of PyTorch's."""
+"""Description and writer of each format, by suffix. The first two contain only tensors; the last is an archive of
+PyTorch's."""

@@ -48,9 +48,9 @@ from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 
 COORDINATOR_TIMEOUT_S = 60.0
-"""How long a client that follows a job waits for a coordinator that does not answer; the job goes on meanwhile."""
+"""Seconds that a client that follows a job waits for a coordinator that does not answer; the job goes on meanwhile."""
 REMEMBERED_STEPS = 8192
-"""Steps whose values are kept for comparison: more than a rank repeats."""
+"""Number of steps whose values are kept for comparison: more than a rank repeats."""
 
 
 class Deduplicator:
@@ -63,10 +63,10 @@ class Deduplicator:
     def __init__(self, synchronous: bool) -> None:
         """``synchronous``: a step that is run again has the same loss, so that the two can be compared."""
         self.step = 0
-        """The last step that was passed."""
+        """Number of the last step that was passed."""
         self._synchronous = synchronous
         self._first_step: int | None = None
-        """Steps done before the run began, once known."""
+        """Number of steps done before the run began; None: not known yet."""
         self._evaluated = -1
         self._values: OrderedDict[int, tuple[float, str]] = OrderedDict()
         self._warnings: list[str] = []
@@ -151,7 +151,7 @@ class JobFollower:
         self._parts: dict[tuple[int, int], list[VerifiedCheckpoint]] = {}
         """Snapshots by step and resharding, until all parts of a checkpoint are there."""
         self._accounts: dict[int, tuple[int, ev.Account]] = {}
-        """By rank: its device, and what it did."""
+        """Device of each rank, and its account of the whole run."""
         self._deduplicator = Deduplicator(parse(settings.strategy).synchronous)
         self._started: ev.Started | None = None
         self._evaluation: dict[str, Any] = {}
@@ -167,7 +167,7 @@ class JobFollower:
         self._diverged: tuple[int, float] | None = None
         """Step and loss of the first loss that is not finite."""
         self.tensors: dict[str, Tensor] = {}
-        """The trained model's tensors by name, at the end."""
+        """Tensors of the trained model by name, at the end."""
         self._recorder: RunRecorder | None = None
         if attached:
             self.job: JobHandle = cluster.job(attached)

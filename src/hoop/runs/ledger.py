@@ -27,7 +27,7 @@ from hoop.files import Appender, atomic_write
 
 NAME = "ledger.jsonl"
 REMEMBERED = 10_000
-"""Steps whose hashes are kept in memory for checkpoints."""
+"""Number of steps whose hashes are kept in memory for checkpoints."""
 _HASH = b',"hash":"'
 _DIGITS = 32
 

@@ -27,9 +27,9 @@ from hoop.wire.auth import Credentials, find_credentials
 from hoop.wire.roles import Role
 
 LOOK_S = 1.0
-"""How often the wait for ranks looks whether the run is to stop."""
+"""Seconds between two checks, while ranks are awaited, whether the run is to stop."""
 DISMISS_S = 60.0
-"""How long a rank that is dismissed may take to leave."""
+"""Seconds that a rank that is dismissed may take to leave."""
 DISMISSED_AT_ONCE = 32
 
 

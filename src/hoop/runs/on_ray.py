@@ -22,12 +22,12 @@ from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address
 
 LOOK_S = 0.5
-"""How often the wait for devices looks at Ray's actors, and whether the run is to stop."""
+"""Seconds between two looks, while devices are awaited, at Ray's actors and whether the run is to stop."""
 REPORT_S = 5.0
 PATIENCE_S = 10.0
-"""How long an elastic job that has its least number of devices waits for those that it should start with."""
+"""Seconds that an elastic job with its least number of devices waits for those with which it should start."""
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set by ``ray job submit``, which has brought the program's folder to all nodes."""
+"""Environment variable that ``ray job submit`` sets, which has brought the program's folder to all nodes."""
 
 
 def device_code(name: str, job: Job | None) -> DeviceCode:

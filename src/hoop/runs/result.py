@@ -16,9 +16,9 @@ class Result:
 
     summary: Mapping[str, Any]
     model: nn.Module
-    """The module with the trained weights: the one that was given to ``hoop.train``, if one was."""
+    """Module with the trained weights: the one that was given to ``hoop.train``, if one was."""
     average: Mapping[str, Tensor] = field(default_factory=dict)
-    """With ``ema``: the averaged weights by name, for ``model.load_state_dict(result.average, strict=False)``."""
+    """Averaged weights by name, for ``model.load_state_dict(result.average, strict=False)``; empty without ``ema``."""
 
     @property
     def metrics(self) -> Mapping[str, float]:

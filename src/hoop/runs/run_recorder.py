@@ -68,11 +68,11 @@ class DiskFullInjector:
 
 
 FLUSH_S = 600.0
-"""Timeout for writing the last checkpoint."""
+"""Timeout in seconds for writing the last checkpoint."""
 CLOSE_S = 30.0
-"""The same for a run that failed."""
+"""Timeout in seconds for writing the last checkpoint of a run that failed."""
 NO_REPORT = "HOOP_NO_REPORT"
-"""Variable: 1 leaves out ``report.html``, which takes about 2 s at the end of a run."""
+"""Environment variable: 1 leaves out ``report.html``, which takes about 2 s at the end of a run."""
 _CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
 
@@ -88,7 +88,7 @@ class RunRecorder:
         self._warned: set[str] = set()
         self._events: list[JobEvent] = []
         self._num_logged = 0
-        """Those of ``_events`` that are in the events file."""
+        """Number of the first ``_events`` that are in the events file."""
         self._started = False
         self._plan: ev.Started | None = None
         self._pending: dict[int, Snapshot] = {}
@@ -106,7 +106,7 @@ class RunRecorder:
         metrics = out / _METRICS
         self._metrics = MetricsLog.resume(metrics, start) if start else MetricsLog.create(metrics)
         self._done = start
-        """The last step that was reported."""
+        """Number of the last step that was reported."""
         self._event_log = RunEventLog(out / EVENTS, resume=resumed is not None)
         self._board = TensorBoardLog(out / "tensorboard", resumes_after=start or None)
 

@@ -58,9 +58,9 @@ def choose_devices(cluster: Cluster, count: int | None, least: int = 1) -> list[
 
 DEFAULT_MEMORY = 256 * 1024 * 1024
 MAX_RESTARTS = 3
-"""How often devices of this machine are started again, if the user states no number."""
+"""Number of times that devices of this machine are started again, if the user states none."""
 OnStop = Callable[[Callable[[], None]], None]
-"""Registers the function that asks the job to stop."""
+"""Function that registers the function that asks the job to stop."""
 
 
 @dataclass(frozen=True)
@@ -69,43 +69,43 @@ class Launch:
 
     settings: Settings
     devices: int | None = None
-    """How many it begins with; None: all of the cluster, or on this machine ``default_device_count``.
-
-    ``settings.max_devices``: up to how many it takes (``--devices 4:16``)."""
+    """Number of devices with which the job begins; None: all of the cluster, or on this machine
+    ``default_device_count``. ``settings.max_devices``: up to how many it takes (``--devices 4:16``)."""
     memory: int = DEFAULT_MEMORY
-    """Bytes of the arena of each device."""
+    """Size of each device's arena in bytes."""
     out: Path | None = None
     """Folder for the run's files; None: no files."""
     resume: Path | None = None
     """Checkpoint to resume from."""
     warnings: tuple[str, ...] = ()
-    """Reported before the first event."""
+    """Warnings that are reported before the first event."""
     coordinator: Address | Addresses | None = None
-    """Cluster to run on; None: processes of this machine, for this job alone."""
+    """Address of the cluster to run on; None: processes of this machine, for this job alone."""
     address_file: Path | None = None
     """File that holds the coordinator's address while the job runs."""
     credentials: Credentials | None = None
-    """For the cluster at ``coordinator``, or of the coordinator of rank 0; None: those of the environment."""
+    """Credentials for the cluster at ``coordinator``, or of the coordinator of rank 0; None: those of the
+    environment."""
     costs: Costs | None = None
-    """Costs to predict a step from; None: those measured before the first step."""
+    """Costs from which a step is predicted; None: those measured before the first step."""
     placement: Placement | None = None
-    """Of this process, if a scheduler started it and the others of the run. It is rank 0."""
+    """This process's rank, if a scheduler started it and the others of the run. It is rank 0."""
     meet_timeout_s: float = 300.0
-    """How long rank 0 waits for the other ranks, and a range of devices for the first of them."""
+    """Seconds that rank 0 waits for the other ranks, and that a range of devices is waited for until its first number
+    is there."""
     device_host: str = ""
-    """With a placement: the address that this rank's device listens on; empty: all addresses, or loopback."""
+    """Only with a placement: the address that this rank's device listens on; empty: all addresses, or loopback."""
     device_ports: PortRange = field(default_factory=PortRange)
-    """With a placement: the ports that this rank's device may listen on."""
+    """Only with a placement: the ports that this rank's device may listen on."""
     ray: Ray | None = None
     """Ray's cluster, if the devices are actors there."""
     device_reason: str = ""
-    """Why it begins with this number of devices, if Hoop chose it."""
+    """Reason why the job begins with this number of devices, if Hoop chose it."""
     job: Job | None = None
-    """A job made of live objects, which Ray brings to the devices."""
+    """Job made of live objects, which Ray brings to the devices."""
     max_restarts: int | None = None
-    """How often devices of this machine are started again if all were lost, each time from a newer checkpoint.
-
-    None: ``MAX_RESTARTS``. Devices that this process does not start have none: see ``check_restarts``."""
+    """Number of times that devices of this machine are started again if all were lost, each time from a newer
+    checkpoint. None: ``MAX_RESTARTS``. Devices that this process does not start have none: see ``check_restarts``."""
 
 
 def check_restarts(max_restarts: int | None, starter: Address | Addresses | Placement | Ray | None) -> None:
@@ -158,7 +158,7 @@ class Training:
         self._stop_requested = False
         self._stop: Callable[[], None] = lambda: None
         self._head_stopping = threading.Event()
-        """In the head process: a stop was requested."""
+        """Set in the head process when a stop was requested."""
 
     def events(self) -> Iterator[Observed]:
         """Runs the job; the last event is ``Finished``. Closing the iterator ends the job."""
