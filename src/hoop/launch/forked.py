@@ -45,17 +45,18 @@ from hoop.wire.tokens import LocalToken, Token, environment_value
 STOP = b"s"
 START_S = 30.0
 END_S = 5.0
-"""Time for a process to leave before it is killed."""
+"""Seconds that a process has to leave before it is killed."""
 LEASE_S = 20.0
-"""The coordinator notices a dead process of this machine by its socket. The lease must be long enough for a live one
-that waits for a busy core."""
+"""Lease of a device in seconds. The coordinator notices a dead process of this machine by its socket; the lease must be
+long enough for a live one that waits for a busy core."""
 BIND_S = 20.0
-"""How long a coordinator tries to listen on a port that is in use: the last attempt of the same run may be ending."""
+"""Seconds for which a coordinator tries to listen on a port that is in use: the last attempt of the same run may be
+ending."""
 BIND_RETRY_S = 0.5
 POLL_S = 0.01
-"""The exit of a child is polled: not every platform has an event for it."""
+"""Seconds between two checks whether a child has exited: not every platform has an event for it."""
 REAP_S = 0.1
-"""Longest time that an exited child stays a zombie."""
+"""Maximum seconds that an exited child stays a zombie."""
 
 Emit = Callable[[dict[str, Any]], None]
 SetStopHandler = Callable[[Callable[[], None]], None]
@@ -154,7 +155,7 @@ class Children:
     def __init__(self) -> None:
         self.read_end, self.write_end = os.pipe()
         self._pids: list[int] = []
-        """Children that have not been waited for."""
+        """Pids of the children that have not been waited for."""
         self._reaping = threading.Lock()
 
     def start(self, work: Callable[[], None], close: set[int]) -> None:
@@ -297,17 +298,18 @@ class ForkedConfig:
 
     devices: int
     memory: int
-    """Bytes of each device's arena."""
+    """Size of each device's arena in bytes."""
     trainer: TrainFunction
     coordinator: CoordinatorConfig = field(default_factory=lambda: own_coordinator())
     join: Address | None = None
-    """The address at which devices of other hosts reach the coordinator; None: there are none."""
+    """Address at which devices of other hosts reach the coordinator; None: there are none."""
     host: str = ""
-    """The address that the devices listen on; empty: as the coordinator, all addresses or loopback."""
+    """Address that the devices listen on; empty: as the coordinator, all addresses or loopback."""
     ports: PortRange = field(default_factory=PortRange)
     """Ports for the services and the data links of the devices."""
     prepare: Callable[[], None] = lambda: None
-    """Called in the process of each device before it has threads: only then may it fork processes of its own."""
+    """Function that is called in the process of each device before it has threads: only then may it fork processes of
+    its own."""
 
     @property
     def client_credentials(self) -> Credentials:
@@ -455,7 +457,7 @@ def _has_descriptor(stream: Any) -> bool:
 
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - it is compared, not listened on
-"""Where this machine reaches a server that listens on all addresses."""
+"""Addresses at which this machine reaches a server that listens on all addresses."""
 
 
 def _coordinator_address(address_read: int) -> str:

@@ -20,7 +20,7 @@ from hoop.servers.metrics_options import device_metrics_address
 from hoop.topology import Address
 
 STOP_S = 5.0
-"""Time for the devices to leave before they are killed."""
+"""Seconds that the devices have to leave before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LocalConfig:
 
     devices: int = 4
     memory: int = 256 * 1024 * 1024
-    """Bytes of each device's arena."""
+    """Size of each device's arena in bytes."""
     state: Path | None = None
     """Folder of the arenas and the journal, from which the cluster resumes after a restart; None: nothing is kept."""
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
@@ -37,7 +37,7 @@ class LocalConfig:
     device_options: tuple[str, ...] = ()
     """Additional options of ``hoop device``: its token or certificates, if they are not in the environment."""
     accelerator: str = "cpu"
-    """Where the devices' memory is: ``--accelerator`` of ``hoop device``."""
+    """Kind of the devices' memory: ``--accelerator`` of ``hoop device``."""
     dashboard: int | None = None
     """Port of the dashboard, on loopback (``hoop dashboard``); 0: any free one; None: there is none."""
     dashboard_options: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class LocalCluster:
         self._devices: dict[int, asyncio.subprocess.Process] = {}
         self._dashboard: asyncio.subprocess.Process | None = None
         self._mps = contextlib.ExitStack()
-        """CUDA MPS, while devices share a GPU."""
+        """Context of CUDA MPS, which runs while devices share a GPU."""
 
     @property
     def address(self) -> Address:

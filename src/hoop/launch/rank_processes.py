@@ -28,15 +28,15 @@ from hoop.signals import defer_signals
 
 LOOPBACK = "127.0.0.1"
 RESTART_COUNT = "HOOP_RESTART_COUNT"
-"""Variable of a rank: how often it was started again."""
+"""Environment variable of a rank: the number of times that it was started again."""
 GRACE_S = 5.0
-"""Time for a rank to end after SIGTERM before it is killed."""
+"""Seconds that a rank has to end after SIGTERM before it is killed."""
 POLL_S = 0.1
 DRAIN_S = 1.0
-"""How long output is read after a rank has ended, if a process that it started keeps the pipe open."""
+"""Seconds for which output is read after a rank has ended, if a process that it started keeps the pipe open."""
 LAST_LINES = 20
 MAX_LINE_BYTES = 1 << 16
-"""A longer line is passed on in parts."""
+"""Maximum bytes of a line of output; a longer one is passed on in parts."""
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys\n"
     "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
@@ -59,11 +59,11 @@ class RankExit:
 
     rank: int
     code: int
-    """Its exit code; 128 + N if signal N ended it."""
+    """Exit code of the process; 128 + N if signal N ended it."""
     restarts: int
-    """How often this rank had been started again before."""
+    """Number of times that this rank had been started again before."""
     last_lines: tuple[str, ...] = ()
-    """The end of its output, both streams."""
+    """Last lines of its output, both streams."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RunOutcome:
     exits: tuple[RankExit, ...]
     """The last exit of each rank, in rank order."""
     failure: RankExit | None
-    """The exit that ended the run; None: every rank that was needed ended with 0."""
+    """Exit that ended the run; None: every rank that was needed ended with 0."""
 
     @property
     def code(self) -> int:
@@ -87,14 +87,15 @@ class RunConfig:
     command: Sequence[str]
     size: int
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of every rank besides this process's own."""
+    """Environment variables of every rank besides this process's own."""
     min_size: int | None = None
-    """With at least this number of ranks left a failed rank does not end the others; None: every failure does."""
+    """Minimum number of ranks with which a failed rank does not end the others; None: every failure does."""
     max_restarts: int = 0
-    """How many failed ranks are started again, all ranks together; only with ``min_size``."""
+    """Maximum number of failed ranks that are started again, all ranks together; only with ``min_size``."""
     grace_s: float = GRACE_S
     output_folder: Path | None = None
-    """The output of rank R is also written to ``rank.R/stdout`` and ``rank.R/stderr`` in this folder."""
+    """Folder in which the output of rank R is also written to ``rank.R/stdout`` and ``rank.R/stderr``; None: it is
+    not."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -41,11 +41,11 @@ Found = TypeVar("Found")
 PLACEMENTS = ("pack", "spread", "strict_pack", "strict_spread")
 CLIENT_SCHEME = "ray://"
 LEASE_S = 5.0
-"""A device that was killed is noticed by its socket. The lease is for a host that is cut off or without power; it is
-longer than that of ``hoop coordinator``, because Ray's own processes share the cores with the devices."""
+"""Lease of a device in seconds, for a host that is cut off or without power: a device that was killed is noticed by its
+socket. It is longer than that of ``hoop coordinator``, because Ray's own processes share the cores with the devices."""
 JOIN_S = 120.0
 STOP_S = 10.0
-"""How long an actor may take to leave before it is killed."""
+"""Seconds that an actor may take to leave before it is killed."""
 INSTALL = "pip install 'hoop[ray]'"
 
 
@@ -67,7 +67,7 @@ class Ray:
     address: str | None = None
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 300.0
-    """How long the job waits for the devices that it starts with."""
+    """Seconds that the job waits for the devices with which it starts."""
 
     def __post_init__(self) -> None:
         if self.elastic is not None:
@@ -296,10 +296,11 @@ class RayCluster:
         self._groups: list[Any] = []
         self._devices: list[Any] = []
         self._starting: dict[Any, int] = {}
-        """Calls that are answered when a device's constructor is done, and its number."""
+        """Calls that are answered when a device's constructor is done, each with the device's number."""
         self._coordinator: Any = None
         self._payload: Any = None
-        """Referenced as long as an actor may be started again, with the same arguments: else Ray deletes the object."""
+        """Reference to the actors' arguments, held as long as an actor may be started again: else Ray deletes the
+        object."""
         self._folder = ""
         self._connected = False
 

@@ -48,7 +48,7 @@ class _Process:
     link: socket.socket
     unread: bytes = b""
     slot: int = -1
-    """-1: it has not registered."""
+    """Number with which the process has registered; -1: it has not."""
     in_round: bool = False
     waiting: bool = False
     has_state: bool = False

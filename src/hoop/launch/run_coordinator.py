@@ -15,11 +15,11 @@ from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token
 
 COORDINATOR, TOKEN = "HOOP_RUN_COORDINATOR", "HOOP_RUN_TOKEN"
-"""Variables of the ranks."""
+"""Environment variables of the ranks with the coordinator's address and its token."""
 START_TIMEOUT_S = 60.0
 LEASE_S = 20.0
-"""A device without a heartbeat for this long is lost; one that ends is noticed at once. Heartbeats share a process with
-the user's own code, which may keep the interpreter busy."""
+"""Seconds without a heartbeat after which a device is lost; one that ends is noticed at once. Heartbeats share a
+process with the user's own code, which may keep the interpreter busy."""
 
 
 class RunCoordinator:
@@ -31,7 +31,7 @@ class RunCoordinator:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="hoop-run-coordinator", daemon=True)
         self.variables: dict[str, str] = {}
-        """For the environment of the ranks."""
+        """Environment variables that the ranks need."""
 
     def __enter__(self) -> RunCoordinator:
         self._thread.start()
