@@ -27,9 +27,13 @@ MEMORY = 64 << 20
 JOB = "mnist"
 MAX_RANKS = 64
 MAX_DEVICES = 16
-"""Devices at once: each is a process with PyTorch."""
-SLOW_S, RUN_S, PAUSE_S = 20.0, 0.02, 0.06
-"""How long "slow" lasts, and the run and pause times of which it consists: a quarter of the speed."""
+"""Maximum number of devices at once: each is a process with PyTorch."""
+SLOW_S = 20.0
+"""Seconds that "slow" lasts."""
+RUN_S = 0.02
+"""Seconds that a slow device runs between two pauses, a quarter of the time."""
+PAUSE_S = 0.06
+"""Seconds of each pause of a slow device."""
 POLL_S = 0.2
 
 
@@ -63,10 +67,10 @@ class DemoActor:
         self._stopped: set[int] = set()
         """Pids of devices that were stopped."""
         self._slowing: dict[int, threading.Event] = {}
-        """By pid: set to end the slowness."""
+        """Events that end the slowness of a device, by its pid."""
         self._closed = threading.Event()
         self.lines: tuple[str, ...] = ()
-        """What ``report`` returns; ``Demo`` sets it."""
+        """Lines that ``report`` returns; ``Demo`` sets them."""
 
     def report(self) -> tuple[str, ...]:
         return self.lines

@@ -38,7 +38,7 @@ class BenchResult:
     bytes: int
     seconds: float
     algorithm: str = ""
-    """The algorithm that ran; only Hoop's own contenders report it."""
+    """Name of the algorithm that ran; only Hoop's own contenders report it."""
 
     @property
     def algbw(self) -> float:
@@ -62,7 +62,7 @@ class Contest:
     mpirun: dict[str, Path] | None = None
     """Path of each MPI's mpirun; a Python with mpi4py must be in the same folder."""
     algorithm: str = ""
-    """Algorithm of Hoop's own contenders; empty: they select one."""
+    """Name of the algorithm of Hoop's own contenders; empty: they select one."""
 
     def __post_init__(self) -> None:
         for name in self.contenders:

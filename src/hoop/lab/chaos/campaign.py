@@ -33,7 +33,7 @@ class CampaignConfig:
 
     runs: int
     seed: int = 0
-    """Of the first run; the next ones have the following numbers."""
+    """Seed of the first run; the next ones have the following numbers."""
     faults: Sequence[str] = ()
     strategies: Sequence[str] = ()
     devices: int = 4

@@ -31,14 +31,18 @@ KINDS = ("kill", "stop", "slow", "join", "leave", "coordinator")
 WEIGHTS = {"kill": 4, "stop": 2, "slow": 1, "join": 1, "leave": 2, "coordinator": 2}
 GAP_STEPS = (3, 60)
 """Minimum and maximum of the steps between the end of one fault's recovery and the next fault."""
-SLOW_S, RUN_S, PAUSE_S = 2.0, 0.02, 0.04
-"""Duration of a ``slow`` fault, and the run and pause times of which it consists."""
+SLOW_S = 2.0
+"""Seconds that a ``slow`` fault lasts."""
+RUN_S = 0.02
+"""Seconds that the device runs between two pauses of a ``slow`` fault."""
+PAUSE_S = 0.04
+"""Seconds of each pause of a ``slow`` fault."""
 MAX_EXTRA_DEVICES = 2
-"""With this many devices above the target, a ``join`` becomes a ``leave``."""
+"""Number of devices above the target with which a ``join`` becomes a ``leave``."""
 COORDINATOR_DOWN_S = 0.3
-"""Time between the kill of a coordinator and its restart."""
+"""Seconds between the kill of a coordinator and its restart."""
 REJOIN_S = 20.0
-"""Time for a stopped device to be back in the job; after that it is killed and replaced."""
+"""Seconds that a stopped device has to be back in the job; after that it is killed and replaced."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class ScheduledFault:
     number: int
     kind: str
     gap_steps: int
-    """Steps between the previous fault and this one."""
+    """Number of steps between the previous fault and this one."""
     target_fraction: float
-    """The target as a position in [0, 1) of the sorted list of living devices."""
+    """Position of the target, in [0, 1), in the sorted list of living devices."""
 
     def target(self, devices: Sequence[int]) -> int:
         """The target among the living devices."""
@@ -78,18 +82,18 @@ class FaultOutcome:
     device: int = 0
     step: int = 0
     detected_s: float | None = None
-    """Until detection: the device was reported lost or a straggler, or the client missed the coordinator."""
+    """Seconds until detection: the device was reported lost or a straggler, or the client missed the coordinator."""
     pause_s: float | None = None
-    """Until the next step. For a joining or leaving device: the time for which the other ranks waited."""
+    """Seconds until the next step. For a joining or leaving device: the time for which the other ranks waited."""
     settled_s: float | None = None
-    """Until the job had all its devices again."""
+    """Seconds until the job had all its devices again."""
     repeated: int = 0
-    """Steps done again."""
+    """Number of steps done again."""
     back_s: float | None = None
-    """Stopped device: from SIGCONT until it was in the job again. Coordinator: from its restart until it had all
-    devices and the job."""
+    """Seconds of the return. Stopped device: from SIGCONT until it was in the job again. Coordinator: from its restart
+    until it had all devices and the job."""
     replaced: bool = False
-    """A stopped device did not come back into the job and was replaced."""
+    """True if a stopped device did not come back into the job and was replaced."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -25,14 +25,14 @@ from hoop.runs.training import Launch, Training
 from hoop.topology import Address
 
 MARK = "HOOP_CHAOS_RUN"
-"""The environment variable."""
+"""Environment variable by which the processes of a run are found."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only listed
 GRACE_S = 10.0
-"""How long a process that has been ended may take to disappear, and its files with it."""
+"""Seconds that a process that has been ended may take to disappear, and its files with it."""
 _PERIOD_S = 0.05
 JOBS = 30
 WARM_UP = 10
-"""Jobs before the growth is measured: until then libraries are loaded and caches filled."""
+"""Number of jobs before the growth is measured: until then libraries are loaded and caches filled."""
 MAX_MEMORY_GROWTH = 24 << 20
 """Bytes by which the resident memory of a process may grow from job 10 to job 30: event logs and the allocator's own
 fragments, and not one job's arena buffers or links."""
@@ -47,7 +47,7 @@ class Footprint:
         self._mark = f"{MARK}={mark}"
         self._pids: set[int] = set()
         self._listeners: dict[str, int] = {}
-        """The inode of a listening socket, and its port."""
+        """Ports of the listening sockets, by inode."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -123,7 +123,7 @@ class Usage:
     """What a process uses."""
 
     memory: int
-    """Resident bytes."""
+    """Resident memory in bytes."""
     descriptors: int
     threads: int
 
@@ -141,7 +141,7 @@ class ManyJobs:
 
     weights: list[str] = field(default_factory=list)
     usages: dict[str, list[Usage]] = field(default_factory=dict)
-    """By name of the process."""
+    """Usage of each process after each job, by the name of the process."""
 
     def note(self, name: str, found: Usage) -> None:
         self.usages.setdefault(name, []).append(found)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 PREFIX = "hoop"
-"""Of the names of bridges, links and namespaces; the id of the process that made them follows."""
+"""Prefix of the names of bridges, links and namespaces; the id of the process that made them follows."""
 NO_RULES = "add table inet hoop\ndelete table inet hoop\n"
 RULES = """
 table inet hoop {{

@@ -21,11 +21,11 @@ from hoop.lab.chaos.scenario import SHARDS
 NAME = "hoop.lab.chaos.paced_job:job"
 PACE, HOLD = "HOOP_CHAOS_PACE", "HOOP_CHAOS_HOLD"
 HELD_S = 0.1
-"""Seconds a block and shard while the job is held."""
+"""Seconds for each block and shard while the job is held."""
 WIDTH, CLASSES, BLOCKS = 32, 4, 8
 SAMPLES, BATCH = 1600, 64
 STEPS_AN_EPOCH = SAMPLES // BATCH
-"""A checkpoint is taken after each epoch."""
+"""Number of steps of an epoch; a checkpoint is taken after each epoch."""
 
 
 class Paced(nn.Module):

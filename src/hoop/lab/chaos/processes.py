@@ -24,10 +24,10 @@ from hoop.topology import Address
 
 START_S = 120.0
 END_S = 60.0
-"""For all processes to leave after SIGTERM, also on a machine with ten times more work than cores."""
+"""Seconds that all processes have to leave after SIGTERM, also on a machine with ten times more work than cores."""
 PORT = 4021
-"""Of the coordinator and of each device in a network, where every process has a host of its own; data links use the
-next one."""
+"""Port of the coordinator and of each device in a network, where every process has a host of its own; data links use
+the next one."""
 
 
 class ClusterProcesses:

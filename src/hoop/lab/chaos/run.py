@@ -32,7 +32,7 @@ from hoop.strategies.catalog import parse
 
 MEMORY = 64 << 20
 EPOCHS = 1_000_000
-"""More than any run needs: the run is stopped after the last fault."""
+"""Number of epochs, more than any run needs: the run is stopped after the last fault."""
 MAX_RANKS = 64
 
 
@@ -60,7 +60,7 @@ class Chaos:
     outcomes: list[FaultOutcome] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
-    """From the first fault until the job had recovered from the last one."""
+    """Seconds from the first fault until the job had recovered from the last one."""
     goodput: float = 1.0
     """Fraction of that time in which steps were done at their median speed."""
     weights: str = ""
@@ -68,9 +68,10 @@ class Chaos:
     undisturbed: str = ""
     """SHA-256 of the final weights of the run without faults."""
     failed: str = ""
-    """Why the job failed; the outcomes of the earlier faults are valid nevertheless."""
+    """Reason why the job failed; empty: it did not. The outcomes of the earlier faults are valid nevertheless."""
     violation: str = ""
-    """The violation that the audit of the ledger found, or the first step whose loss differs from the other run's."""
+    """Violation that the audit of the ledger found, or the first step whose loss differs from the other run's; empty:
+    none."""
     unresponsive: list[int] = field(default_factory=list)
     """Pids of the processes that did not leave at the end and were killed."""
 

@@ -17,7 +17,7 @@ from hoop.errors import InvalidArgument
 from hoop.strategies.catalog import parse
 
 SHARDS = 4
-"""Of a batch of the scenarios' job."""
+"""Number of shards in a batch of the scenarios' job."""
 
 STRATEGIES = (
     "data",
@@ -38,9 +38,9 @@ class FaultKind:
 
     text: str
     network: bool = False
-    """Every process has a network namespace of its own: needs root, ip and nft."""
+    """True if every process has a network namespace of its own, which needs root, ip and nft."""
     disk: str = ""
-    """``out`` or ``arenas`` is on a small disk: needs root."""
+    """Which files are on a small disk, which needs root: ``out`` or ``arenas``; empty: none."""
     arenas: bool | None = None
     """Whether devices have arena files; None: drawn."""
 
@@ -76,7 +76,7 @@ FAULTS = {
 }
 FIRST_STEP = 2
 LAST_STEPS = 10
-"""No fault whose moment is a step is planned for these last steps; ``last-step`` is."""
+"""Number of last steps for which no fault whose moment is a step is planned; ``last-step`` is."""
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ from hoop.lab.chaos.scenario import Scenario
 from hoop.lab.chaos.small_disk import SmallDisk
 
 PATIENCE_S = 240.0
-"""For a step or an event to come, on a machine with ten times more work than cores."""
+"""Seconds that a step or an event may take to come, on a machine with ten times more work than cores."""
 LOST_PERCENT = 20
-LOSS_STEPS, LOSS_S = 15, 20.0
-"""Packets are lost until this many more steps are done, at most this long."""
+LOSS_STEPS = 15
+"""Number of steps during which packets are lost."""
+LOSS_S = 20.0
+"""Maximum seconds during which packets are lost."""
 CUT_S = 5.0
 RETURN_S = 150.0
-"""For devices that were started to be in the job; the training is slowed down meanwhile."""
+"""Seconds that devices that were started have to be in the job; the training is slowed down meanwhile."""
 _PERIOD_S = 0.001
 
 
@@ -44,7 +46,7 @@ RESTARTING = frozenset(
         "arena-disk-full",
     )
 )
-"""Faults after which devices are started, in the middle of the training."""
+"""Kinds of faults after which devices are started, in the middle of the training."""
 
 
 class FaultMissed(Exception):
@@ -59,10 +61,10 @@ class RunningScenario:
     processes: ClusterProcesses
     watch: JobWatch
     client: subprocess.Popen[str]
-    """``hoop train``."""
+    """Process of ``hoop train``."""
     out: Path
     hold: Path
-    """While this file exists the job is slow, so that devices that load PyTorch find it still running."""
+    """File that makes the job slow while it exists, so that devices that load PyTorch find it still running."""
     network: Network | None = None
     disk: SmallDisk | None = None
 
@@ -74,9 +76,9 @@ class ScenarioFaults:
         self._running, self._scenario = running, running.scenario
         self._processes, self._watch = running.processes, running.watch
         self._started: list[int] = []
-        """Devices that were started by the fault in the middle of the training."""
+        """Ids of the devices that the fault has started in the middle of the training."""
         self._before_start = 0
-        """Number of events before that."""
+        """Number of events before these devices were started."""
 
     def inject(self) -> str:
         """Inject the fault at its moment; returns the evidence that it happened.

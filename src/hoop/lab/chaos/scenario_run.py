@@ -33,15 +33,24 @@ from hoop.runs.audit import audit
 from hoop.runs.checkpoint_store import newest_checkpoint
 
 MEMORY = 16 << 20
-"""Bytes of a device's arena."""
+"""Size of a device's arena in bytes."""
 OUT_DISK = 4 << 20
 PACE_S = 0.001
 END_S = 400.0
-"""For a training to end after its fault, on a machine with ten times more work than cores."""
+"""Seconds that a training has to end after its fault, on a machine with ten times more work than cores."""
 MANY_JOBS_STEPS = 10
-SAME, RESUMED, REFUSED, MISSED, NOT_RUN, FAILED = "same", "resumed", "refused", "missed", "not run", "failed"
-"""Verdicts: the same weights; code 3, and the same weights after ``--resume``; code 3 where no checkpoint was written
-yet; the training was over before the fault; the fault cannot be injected on this machine; anything else."""
+SAME = "same"
+"""Verdict: the weights are those of the undisturbed run."""
+RESUMED = "resumed"
+"""Verdict: the run ended with code 3, and has the same weights after ``--resume``."""
+REFUSED = "refused"
+"""Verdict: the run ended with code 3, and no checkpoint was written yet."""
+MISSED = "missed"
+"""Verdict: the training was over before the fault."""
+NOT_RUN = "not run"
+"""Verdict: the fault cannot be injected on this machine."""
+FAILED = "failed"
+"""Verdict: anything else."""
 VERDICTS = (SAME, RESUMED, REFUSED, MISSED, NOT_RUN, FAILED)
 
 
@@ -54,18 +63,18 @@ class Outcome:
     fired: str = ""
     """Evidence that the fault happened; empty if it did not."""
     reason: str = ""
-    """Why it failed, was missed or was not run."""
+    """Reason why it failed, was missed or was not run."""
     code: int | None = None
     """Exit code of ``hoop train``."""
     weights: str = ""
     audit: str = ""
-    """``holds``, or the violation."""
+    """Result of the audit: ``holds``, or the violation."""
     leftovers: list[str] = field(default_factory=list)
     unresponsive: list[int] = field(default_factory=list)
     """Pids of the processes that did not leave at the end and were killed."""
     seconds: float = 0.0
     load: float = 0.0
-    """Load average of the machine when it began."""
+    """Load average of the machine when the scenario began."""
     details: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -199,7 +208,7 @@ class _Run:
         self._scenario, self._reference, self._scratch, self._outcome = scenario, reference, scratch, outcome
         self.footprint = Footprint(scratch.name)
         self.temporary = scratch / "tmp"
-        """The temporary folder of the run's processes."""
+        """Temporary folder of the run's processes."""
         self.temporary.mkdir()
         self._runtime = scratch / "runtime"
         self._runtime.mkdir(mode=0o700)

@@ -23,12 +23,12 @@ from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, all_reduce_seconds
 from hoop.report.chart import Chart, ChartLine, Lines
 
 UNDETECTED_S = 4.0
-"""Observation time where no detection is expected."""
+"""Seconds of observation where no detection is expected."""
 DETECTED_S = 30.0
-"""Observation time where a detection is expected."""
+"""Maximum seconds of observation where a detection is expected."""
 NO_LEASE = "600s"
 POLL_S = 0.02
-"""Between two polls of the events."""
+"""Seconds between two polls of the events."""
 
 
 def detection(experiment: Experiment, findings: Findings) -> None:

@@ -42,9 +42,9 @@ _IDLE = (3, 4)
 """Fields of the first line of /proc/stat that count idle time: idle and iowait."""
 STATUS_S = 60.0
 END_S = 15.0
-"""Time for a process to leave before it is killed."""
+"""Seconds that a process has to leave before it is killed."""
 OnEvent = Callable[["RunningCluster", JobEvent], None]
-"""Called with every event of a training while it runs; it may inject faults."""
+"""Function that is called with every event of a training while it runs; it may inject faults."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class TrainingRun:
 
     summary: dict[str, Any]
     losses: list[float] = field(default_factory=list)
-    """One per step."""
+    """Loss of each step."""
     seconds: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Each with ``epoch``, ``accuracy``, ``loss``, and ``at``: seconds since the first step."""
+    """Evaluations, each with ``epoch``, ``accuracy``, ``loss``, and ``at``: seconds since the first step."""
     events: list[JobEvent] = field(default_factory=list)
     """All other events: lost devices, recoveries, rank assignments."""
 
@@ -158,7 +158,7 @@ class RunningCluster:
         """``file``: the coordinator's address file."""
         self.file = file
         self.stop: Callable[[], None] = lambda: None
-        """Stops the training after a step."""
+        """Function that stops the training after a step."""
         self._joined: list[subprocess.Popen[str]] = []
         self._stopped: set[int] = set()
 
@@ -206,11 +206,11 @@ class Experiment:
     accelerator: str = "cpu"
     mpirun: Path | None = None
     log: Callable[[str], None] = lambda text: None
-    """Prints a line about the current experiment."""
+    """Function that prints a line about the current experiment."""
     show_progress: Callable[[str], None] = lambda text: None
-    """Shows progress on a line that the next call overwrites."""
+    """Function that shows progress on a line that the next call overwrites."""
     other_busy_cores: float = field(default_factory=busy_cores)
-    """Cores that other processes kept busy when this object was made."""
+    """Number of cores that other processes kept busy when this object was made."""
 
     @property
     def cores(self) -> int:

@@ -29,7 +29,7 @@ COLOURS = ("red", "green", "blue")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PAPER_SECONDS = {"one node": 7250.0, "hybrid 2x2": 1451.0}
 PAPER_ACCURACY = {"one node": 0.82, "hybrid 2x2": 0.83}
-"""From the paper's section 5; the paragraph before it gives 0.81 and 0.85 for the same runs."""
+"""Accuracy in the paper's section 5; the paragraph before it gives 0.81 and 0.85 for the same runs."""
 Runs = dict[str, TrainingRun]
 
 

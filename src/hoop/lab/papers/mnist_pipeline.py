@@ -89,7 +89,7 @@ class AllReduceVariants:
 Vector = npt.NDArray[np.float64]
 DEVICES = 4
 GRADIENT = 109_386
-"""Parameters of the MLP 784-128-64-10."""
+"""Number of parameters of the MLP 784-128-64-10."""
 PAPER_NAIVE_MS, PAPER_RING_MS = 83.0, 8.0
 
 

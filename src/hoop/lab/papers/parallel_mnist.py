@@ -39,7 +39,7 @@ SCRIPT = Path(__file__).with_name("softmax_rank.py")
 TASKS_SCRIPT = SCRIPT.with_name("softmax_tasks.py")
 TASKS = "tasks (Ray)"
 BASELINE_S = 3600.0
-"""Time limit of a baseline."""
+"""Time limit of a baseline in seconds."""
 
 
 @dataclass(frozen=True)

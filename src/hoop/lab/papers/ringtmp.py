@@ -141,7 +141,7 @@ def capacity(experiment: Experiment, findings: Findings) -> None:
 
 
 AWAY_S = 1.0
-"""Time for which a node is stopped before it continues."""
+"""Seconds for which a node is stopped before it continues."""
 
 
 @dataclass(frozen=True)

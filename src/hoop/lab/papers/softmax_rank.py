@@ -22,7 +22,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 CHUNK = 500
-"""Images at a time: as floats they nearly fit into the cache of one core."""
+"""Number of images that are computed at a time: as floats they nearly fit into the cache of one core."""
 
 
 class Rank:
