@@ -28,7 +28,7 @@ CHUNK_BYTES = 128 << 20
 """Bytes of each window that a reduction combines at a time; bounds its scratch memory where there are three ranks."""
 _MOST_PARTS = 256
 _SLICE_ELEMENTS = 128
-"""Slices begin at a multiple of this, so that kernels read whole vectors."""
+"""Number of elements of which every slice's begin is a multiple, so that kernels read whole vectors."""
 
 
 class DeviceCollectives:

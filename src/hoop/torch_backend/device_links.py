@@ -46,7 +46,7 @@ from hoop.transport.base import SharedEndpoint
 from hoop.transport.call_check import length_mismatch_error
 
 MOST_MAPPED = 64
-"""Allocations of other ranks that a group keeps mapped."""
+"""Maximum number of allocations of other ranks that a group keeps mapped."""
 MEET_ON_DEVICE = True
 """Whether GPUs meet by flags where they can; False: hosts meet (for tests and measurements)."""
 _LEAST_STAGING_BYTES = 2 << 20
@@ -54,7 +54,7 @@ _MOST_VIEWS = 1024
 _DESCRIPTION = struct.Struct(f"<QQQQ{HANDLE_BYTES}s")
 ADDRESS_BYTES = _DESCRIPTION.size
 _FLAGS_AT = 1024
-"""Where in its block the flags of a rank begin."""
+"""Offset in bytes of a rank's flags in its block."""
 _FAR_AHEAD = 1 << 30
 _POLL_S = 0.0005
 _TOKEN_BYTES = 16
@@ -70,9 +70,9 @@ class WindowAddress(NamedTuple):
     """Where a window is, in the terms of the process that owns it."""
 
     number: int
-    """Of the allocation."""
+    """Number of the allocation that contains the window."""
     capacity: int
-    """Bytes of the allocation."""
+    """Size of the allocation in bytes."""
     offset: int
     size: int
     handle: bytes
@@ -89,7 +89,7 @@ class WindowAddress(NamedTuple):
 
 
 NOWHERE = WindowAddress(0, 0, 0, 0, b"").pack()
-"""The address of an empty window."""
+"""Packed address of an empty window."""
 
 
 class Window:
@@ -120,7 +120,7 @@ class Windows(list[torch.Tensor]):
     def __init__(self, windows: list[torch.Tensor], addresses: tuple[bytes, ...]) -> None:
         super().__init__(windows)
         self.addresses = addresses
-        """The packed address of each; equal addresses are the same memory. Empty in a group of one rank."""
+        """Packed address of each rank's window; equal addresses are the same memory. Empty in a group of one rank."""
 
 
 class DeviceLinks:
@@ -130,32 +130,35 @@ class DeviceLinks:
         self.links, self.memory = links, memory
         self.rank, self.size = links.rank, links.size
         self.host_reason = ""
-        """Why tensors go through host memory; empty: they do not."""
+        """Reason why tensors go through host memory; empty: they do not."""
         self._decided = links.size == 1
         self._in_round = False
         self._flags: Block | None = None
         """This rank's flags, one 32-bit number a rank; other ranks write theirs when their GPU comes to a meeting."""
         self._own_flags: list[int] = []
-        """Addresses of the other ranks' flags here."""
+        """Addresses, in this process, of the other ranks' flags."""
         self._meet: Meeting
-        """Set before the first round, if GPUs can meet by flags (``_ordered``)."""
+        """Function that lets the GPUs meet by flags; set before the first round, if they can (``_ordered``)."""
         self._ordered = False
         """Whether GPUs meet by flags; else hosts meet, each after waiting for its GPU."""
         self._meetings = 1
         self._last_stream: Any = None
         self.generation = 0
-        """Counts up when memory is unmapped: views that were made before are invalid."""
+        """Number that grows when memory is unmapped: views that were made before are invalid."""
         self._staging: Block | None = None
         self._lock = threading.RLock()
-        """Held while mappings are changed; rounds and messages run in different threads."""
+        """Lock that is held while mappings are changed; rounds and messages run in different threads."""
         self._mapped: dict[tuple[int, int], tuple[int, int]] = {}
-        """By rank and number of the allocation, least recently used first: its address here, and its bytes."""
+        """Address in this process and bytes of each mapped allocation, by rank and number, least recently used
+        first."""
         self._views: dict[tuple[int, bytes], tuple[tuple[int, int] | None, torch.Tensor]] = {}
-        """By rank and packed address: windows, and the mapped allocations in which those of other ranks are."""
+        """Windows by rank and packed address, each with the mapped allocation that contains it, if it is of another
+        rank."""
         self._packed: dict[tuple[int, int, int], bytes] = {}
-        """By number of the allocation, address and bytes: packed addresses of this rank's windows."""
+        """Packed addresses of this rank's windows, by number of the allocation, address and bytes."""
         self._slots: list[list[memoryview]] = []
-        """For each turn, where each rank publishes the address of its window; empty before the first round."""
+        """Memory in which each rank publishes the address of its window, one list for each turn; empty before the first
+        round."""
         self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
         links.on_close.append(self.close)
         links.on_break.append(self._release)

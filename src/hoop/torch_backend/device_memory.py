@@ -31,9 +31,9 @@ from hoop.memory.cuda_arena import CudaArena
 from hoop.memory.cuda_ipc import Allocation
 
 HANDLE_BYTES = 128
-"""Room for a handle of any kind of memory."""
+"""Bytes reserved for a handle of any kind of memory."""
 Meeting = Callable[[Any, int], None]
-"""``meet(stream, number)``: raises HoopError if the device cannot do it."""
+"""Function ``meet(stream, number)``; it raises HoopError if the device cannot do it."""
 
 
 class StreamOrder:
@@ -179,9 +179,9 @@ class CudaMemory(DeviceMemory):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._exported: dict[int, tuple[Allocation, bytes] | None] = {}
-        """By number: allocations with their handles; None: it cannot be shared."""
+        """Allocations with their handles, by number; None: it cannot be shared."""
         self._stream: Any = None
-        """For operations that the caller's thread does not run itself."""
+        """Stream of the operations that the caller's thread does not run itself."""
 
     def on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device)
@@ -299,10 +299,10 @@ class EmulatedMemory(DeviceMemory):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._blocks: dict[int, _MappedFile] = {}
-        """By number of the allocation."""
+        """Mapped files of the allocations, by number."""
         self._mapped: dict[int, mmap.mmap] = {}
         self.mappings = 0
-        """How often ``map`` was called."""
+        """Number of calls of ``map``."""
 
     def tensor(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor of zeros in shareable memory, which lives as long as this object."""
@@ -386,4 +386,4 @@ def _address_of(memory: mmap.mmap) -> int:
 
 
 MEMORIES: dict[str, type[DeviceMemory]] = {"cuda": CudaMemory}
-"""By device type of a tensor. A test adds ``"cpu": EmulatedMemory``."""
+"""Classes of shareable memory, by device type of a tensor. A test adds ``"cpu": EmulatedMemory``."""

@@ -30,10 +30,10 @@ from hoop.torch_backend.work import HoopWork
 from hoop.transport.base import SharedEndpoint
 
 EAGER_BYTES = 1 << 20
-"""Messages up to this size go through host memory."""
+"""Maximum bytes of a message that goes through host memory."""
 _HEADER = struct.Struct(f"<{ADDRESS_BYTES}sQQ")  # where the message is, its bytes, its number
 _COPIED, _SEND_BYTES = 0, 1
-"""What DELIVERED says."""
+"""Answers in DELIVERED: the receiver has copied the message, or asks the sender for its bytes."""
 
 
 class DeviceMessages:

@@ -26,7 +26,7 @@ from hoop.torch_backend.tensor_views import Array
 _ARRIVED, _FAILED = 1, 0
 _ANSWER_SECONDS = 1.0
 PendingMessage = tuple[threading.Event, list[HoopError]]
-"""Set when a message is sent or received, and its error if there was one."""
+"""Event that is set when a message is sent or received, and its error if there was one."""
 
 
 def monitored_barrier(links: GroupLinks, number: int, timeout: float, wait_all_ranks: bool) -> None:

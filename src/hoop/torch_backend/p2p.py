@@ -25,10 +25,12 @@ from hoop.torch_backend.tensor_views import Array, empty_array
 from hoop.transport import Endpoint, PendingSend
 
 UNEXPECTED_BYTES = 64 * 1024 * 1024
-"""Bytes of unexpected messages that are buffered for each peer; beyond them the peer is not read, so it must wait."""
+"""Maximum bytes of unexpected messages that are buffered for each peer; beyond them the peer is not read, so it must
+wait."""
 
 OnComplete = Callable[[HoopError | None, int], None]
-"""Called once when a request completes: with its error or None, and the sender's rank (-1 where there is none)."""
+"""Callback when a request completes, called once with its error or None, and the sender's rank (-1 where there is
+none)."""
 
 
 class MessageKind(IntEnum):
@@ -37,14 +39,14 @@ class MessageKind(IntEnum):
     HELLO = 0
     MESSAGE = 1
     BARRIER = 2
-    """Part of a monitored barrier; its tags are separate from those of MESSAGE."""
+    """Message of a monitored barrier; its tags are separate from those of MESSAGE."""
     GOODBYE = 3
     DEVICE = 4
-    """Where in GPU memory a message is (``device_messages``)."""
+    """Address of a message in GPU memory (``device_messages``)."""
     DELIVERED = 5
-    """The answer to DEVICE."""
+    """Answer to DEVICE."""
     DEVICE_DATA = 6
-    """The bytes of a message in GPU memory that its receiver cannot map."""
+    """Bytes of a message in GPU memory that its receiver cannot map."""
 
 
 @dataclass(eq=False)
@@ -57,11 +59,11 @@ class P2PRequest:
     tag: int
     data: Array
     owner: object
-    """The owner of the memory of ``data``; the request keeps it alive."""
+    """Owner of the memory of ``data``; the request keeps it alive."""
     deadline: float
     on_complete: OnComplete
     pending: list[PendingSend] | None = None
-    """For a send: the parts that the link has not taken yet; None before it is sent."""
+    """Parts of a send that the link has not taken yet; None before it is sent, and for a receive."""
 
     def __str__(self) -> str:
         action = "sending to" if self.is_send else "waiting for a message from"
@@ -139,7 +141,7 @@ def deliver(request: P2PRequest, message: P2PMessage) -> None:
 _ENVELOPE = struct.Struct("<QqQ")  # kind, tag, bytes of contents
 _CLOSING_SECONDS = 5.0
 _SUSPECT_SECONDS = 1.0
-"""How long a peer whose link refuses a send is still read: it may have left, with its goodbye under way."""
+"""Seconds for which a peer whose link refuses a send is still read: it may have left, with its goodbye under way."""
 _IDLE_SECONDS = 3600.0
 _DIED = "is gone: its process ended without leaving the group"
 _LEFT = "has left the group"

@@ -51,9 +51,10 @@ from hoop.torch_backend.work import DONE, CoalescedWork, HoopWork, profiler_enab
 from hoop.transport import Transport
 
 INLINE_ALL_REDUCE_BYTES = 1 << 20
-"""Up to this size running an asynchronous all_reduce in the caller's thread costs less than a thread hand-over."""
+"""Maximum bytes of an asynchronous all_reduce that runs in the caller's thread, where that costs less than a thread
+hand-over."""
 NATIVE_SUMS = 4096
-"""Sums that a group remembers; then it forgets them all."""
+"""Maximum number of sums that a group remembers; when there are more it forgets them all."""
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 _SUM = ReduceOptions().reduceOp
@@ -85,7 +86,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """The other backends of this group; None before the first call."""
         self._timeout = timeout
         self._native_sums: dict[tuple[int, torch.dtype], PreparedOperation] = {}
-        """By element count and dtype: sums of CPU tensors that have run before, in the native core."""
+        """Sums of CPU tensors that have run before in the native core, by number of elements and dtype."""
         self._barrier_numbers = itertools.count()
         # Runs when the group is destroyed or garbage-collected, or the process ends (also a multiprocessing child).
         self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)

@@ -59,12 +59,16 @@ LOOPBACK = "127.0.0.1"
 HOST, PLACE = "host", "place"
 """The exchanges of a round, in their order."""
 COMPLETE = "complete"
-LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 10.0
-"""After this time a waiting rank looks whether another is in a newer round or makes this group with Gloo, and then
-after twice as long, until the longest."""
-_POLL_SHARE, _LONGEST_POLL_SECONDS = 0.1, 0.05
-"""A rank polls the store again after this share of the time that it has waited, up to the longest. It does not call
-``Store.wait``: that cannot wait for one of two events, and a TCPStore prints a warning whenever it times out."""
+LOOK_SECONDS = 0.5
+"""Seconds after which a waiting rank checks whether another is in a newer round or makes this group with Gloo. The time
+to each further check is twice that to the one before."""
+LONGEST_LOOK_SECONDS = 10.0
+"""Maximum seconds between two of these checks."""
+_POLL_SHARE = 0.1
+"""Share of the time that a rank has waited after which it polls the store again. It does not call ``Store.wait``: that
+cannot wait for one of two events, and a TCPStore prints a warning whenever it times out."""
+_LONGEST_POLL_SECONDS = 0.05
+"""Maximum seconds between two polls of the store."""
 _LEAVE_SECONDS = 2.0
 _PROCESS_ID = secrets.token_hex(8)  # forked processes share it and differ in their pid
 
@@ -382,7 +386,7 @@ def _warn_of_exposure(host: str) -> None:
 
 _lock = threading.Lock()
 _open: dict[str, tuple[Transport, int]] = {}
-"""Each open transport with the number of its users."""
+"""Open transports by URI, each with the number of its users."""
 
 
 def acquire_transport(uri: str, key: bytes) -> Transport:

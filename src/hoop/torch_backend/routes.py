@@ -32,7 +32,7 @@ from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.tensor_views import ContiguousView, as_contiguous
 
 Job = Callable[[float], None]
-"""Called with a timeout in seconds."""
+"""Function that runs one operation; it is called with a timeout in seconds."""
 
 
 class HostRoute:
@@ -99,7 +99,7 @@ class DeviceRoute:
         self._device_links = DeviceLinks(links, memory)
         self._collectives = DeviceCollectives(self._device_links)
         self.messages: DeviceMessages | None = DeviceMessages(self._device_links)
-        """Carries the messages that it takes; the others are copied to the host."""
+        """Route of the messages that it takes; the others are copied to the host."""
 
     def job(self, function: Callable[..., None], *arguments: Any) -> Job:
         """The job that runs the sibling of a function of ``collectives``, after what the current stream has to do."""
@@ -174,7 +174,7 @@ class OtherBackends:
         """``configuration``: as torch writes it, ``cpu:hoop,cuda:nccl``."""
         pairs = [pair.partition(":") for pair in configuration.split(",")]
         self.names = {device: name for device, _, name in pairs if name != "hoop"}
-        """By device type: the backends beside Hoop."""
+        """Names of the backends beside Hoop, by device type."""
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._groups: dict[str, Any] = {}
 

@@ -27,7 +27,7 @@ from hoop.memory.dtypes import DTYPES, DType, dtype
 
 Array = npt.NDArray[Any]
 ELEMENTS: dict[torch.dtype, DType] = {getattr(torch, name): kind for name, kind in DTYPES.items()}
-"""The torch dtypes that Hoop's executors reduce."""
+"""Torch dtypes that Hoop's executors reduce."""
 _BYTE = np.dtype(np.uint8)
 
 
@@ -96,12 +96,12 @@ class Described(NamedTuple):
     title: str
     kind: torch.dtype
     elements: int | tuple[int, ...] = ()
-    """Elements of the tensor, or of each tensor of a list; empty where ranks may differ."""
+    """Number of elements of the tensor, or of each tensor of a list; empty where ranks may differ."""
     reduction: str = ""
     root: str = ""
-    """``from 1`` or ``to 0``."""
+    """Text of the root argument: ``from 1`` or ``to 0``; empty: there is none."""
     place: str = ""
-    """The type of the device that the tensors are on; empty: the CPU."""
+    """Type of the device that the tensors are on; empty: the CPU."""
 
     def __str__(self) -> str:
         reduction = f" {self.reduction}" if self.reduction else ""
@@ -196,7 +196,7 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 _BOOL_OPS = {"sum": "max", "prod": "min", "min": "min", "max": "max", "band": "min", "bor": "max"}
-"""For each operator on booleans, the equivalent operator on bytes that are 0 or 1."""
+"""Operator on bytes that are 0 or 1 for each operator on booleans."""
 
 
 class TorchReduction:

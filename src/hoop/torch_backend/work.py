@@ -34,7 +34,7 @@ class HoopWork(PendingWork, Work):
         self._future_thread = future_thread
         self._results = results
         self._completion: torch.futures.Future[None] | None = None
-        """Completed by ``finish``; ``_future`` is derived from it."""
+        """Future that ``finish`` completes; ``_future`` is derived from it."""
         self._future: torch.futures.Future[Any] | None = None
         self.on_finish: Callable[[], None] | None = None
 
@@ -144,7 +144,7 @@ class CoalescedWork(HoopWork):
 
 
 DONE = HoopWork("done")
-"""Returned by synchronous operations that have finished already; torch only asks it whether it is completed."""
+"""Work that synchronous operations return that have finished already; torch only asks it whether it is completed."""
 DONE.finish()
 
 
