@@ -39,7 +39,7 @@ class HoopError(Exception):
 
     code = "UNKNOWN"
     recoverable = False
-    """Whether a training goes on after it, with new ranks."""
+    """Whether training goes on after this error, with new ranks."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -149,7 +149,7 @@ class WrongLength(LinkCorrupted):
     """A message has another length than its receiver expects."""
 
     received_bytes = 0
-    """Length of the message, where the receiver knows it."""
+    """Length of the message in bytes, where the receiver knows it; else 0."""
 
 
 class MembershipChanged(HoopError):

@@ -16,10 +16,10 @@ from hoop.texts import MAX_TEXT_BYTES, printable
 
 CAPACITY = 10_000
 MAX_LOG_BYTES = 64 << 20
-"""Limit of all texts in a log."""
+"""Maximum bytes of all texts in a log."""
 MAX_PINNED = 1000
 _EVENT_BYTES = 256
-"""What an event takes beside its texts."""
+"""Bytes that an event takes beside its texts."""
 
 
 def wall_clock() -> float:
@@ -35,7 +35,7 @@ class Event:
     time: float
     """Seconds since 1970, for display only; no decision depends on it."""
     kind: str
-    """A stable name: ``device_joined``, ``device_dead``, ``operation_failed`` …"""
+    """Stable name of the kind of event: ``device_joined``, ``device_dead``, ``operation_failed`` …"""
     text: str
     fields: Mapping[str, str] = field(default_factory=dict)
 

@@ -27,10 +27,11 @@ from hoop.texts import printable
 _NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PARTIAL_SUFFIX = ".part"
 _NAME_CHARACTERS = 80
-"""How many characters of a file's name its temporary file has."""
+"""Number of characters of a file's name that its temporary file has too."""
 _OWNER_BYTES = 512
 BEFORE_WRITE_HOOKS: list[Callable[[Path], None]] = []
-"""Called with the path before a file is written. A hook may raise: fault injection makes disks fail with it."""
+"""Functions that are called with the path before a file is written. A hook may raise: fault injection makes disks fail
+with it."""
 
 
 @contextmanager

@@ -62,11 +62,12 @@ class Ready(JobEvent):
     kind = "ready"
     seconds: float = 0.0
     data: str | None = None
-    """Fingerprint of its dataset, compared with the other devices'; None where the device had a rank before."""
+    """Fingerprint of the device's dataset, compared with the other devices'; None where the device had a rank
+    before."""
     about: str = ""
-    """The dataset in words."""
+    """Description of the dataset in words."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Its versions and its arithmetic (``hoop.environment``), compared with the other devices'."""
+    """Versions and arithmetic of the device (``hoop.environment``), compared with the other devices'."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +76,26 @@ class Started(JobEvent):
 
     kind = "started"
     steps: int
-    """Number of steps in all."""
+    """Number of steps of the whole run."""
     done: int
-    """Steps done before: those of the checkpoint that the run resumes from."""
+    """Number of steps done before: those of the checkpoint that the run resumes from."""
     steps_an_epoch: int
     samples: int
     parameters: int
     stages: list[str]
-    """Each stage's blocks, and the ranks that hold them."""
+    """Blocks of each stage, and the ranks that hold them, in words."""
     seconds: float
-    """Since the job was started."""
+    """Seconds since the job was started."""
     data: str
     """Checksum of the training data."""
     same: str
     """Fingerprint of the dataset, which all devices must share."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Versions and arithmetic of its ranks; empty: devices that differ may take part."""
+    """Versions and arithmetic of the job's ranks; empty: devices that differ may take part."""
     costs: dict[str, Any] | None = None
-    """Measured cost of a step, to predict from."""
+    """Measured costs of a step, from which its time is predicted."""
     devices: int = 0
-    """Devices that the job began with; the client that follows the job fills this in, and ``batch_size``."""
+    """Number of devices that the job began with; the client that follows the job fills this in, and ``batch_size``."""
     batch_size: int = 0
 
 
@@ -112,15 +113,15 @@ class Steps(JobEvent):
 
     kind = "steps"
     first: int
-    """Steps done before these."""
+    """Number of steps done before these."""
     loss: list[float]
     seconds: list[float]
     rate: float
-    """Learning rate of the last of them."""
+    """Learning rate of the last of these steps."""
     fed: list[Any]
     """Provenance of each step: devices by shard and fingerprints of samples, or None."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """By name: further metrics of each step, which the loss function returned."""
+    """Further metrics of each step that the loss function returned, by name."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,13 @@ class Evaluated(JobEvent):
     epoch: int
     loss: float
     accuracy: float | None
-    """None if the outputs are not those of a classification, and the loss returns no metric of this name."""
+    """Fraction of correct answers; None if the outputs are not those of a classification, and the loss returns no
+    metric of this name."""
     split: str
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further metrics, which the loss function returned."""
+    """Further metrics that the loss function returned, by name."""
     best: bool = False
-    """No earlier evaluation was better (settings ``monitor``, ``monitor_mode``)."""
+    """True if no earlier evaluation was better (settings ``monitor``, ``monitor_mode``)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Straggler(JobEvent):
     straggler: int
     slow: bool
     times: float
-    """How many times longer a shard takes there than at the other ranks."""
+    """Ratio of the seconds that a shard takes at this rank and at the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Recovered(JobEvent):
     pause_s: float
     text: str
     missing: list[int]
-    """Shards of the step that were computed again."""
+    """Numbers of the step's shards that were computed again."""
     ranks: int
     generation: int
 
@@ -206,7 +208,7 @@ class FaultInjected(JobEvent):
     fault: str
     step: int = 0
     before: str = ""
-    """The instruction before which it happens."""
+    """Name of the instruction before which the fault happens; empty: the fault is not in a rank."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,9 @@ class SnapshotTaken(JobEvent):
     steps: int
     final: bool
     parts: int
-    """Parts that the checkpoint consists of."""
+    """Number of parts of which the checkpoint consists."""
     turn: int
-    """How often the model was resharded before: parts with other values do not belong together."""
+    """Number of times that the model was resharded before: parts with other values do not belong together."""
     buffer: str
     bytes: int
     sha256: str
@@ -233,7 +235,7 @@ class Account(JobEvent):
     rank: int
     seconds: float
     shares: dict[str, float]
-    """Seconds by kind of work."""
+    """Seconds that the rank spent on each kind of work."""
     instructions: int
     """Number of instructions executed."""
     bytes_sent: int
@@ -254,11 +256,11 @@ class Waiting(JobEvent):
     kind = "waiting"
     generation: int
     failed: int = 0
-    """The device to which a link failed, or 0."""
+    """Id of the device to which a link failed, or 0."""
     lacks: str = ""
-    """State or memory without which the ranks of this generation could not go on."""
+    """Text that says which state or memory the ranks of this generation lack, so that they could not go on."""
     error: str = ""
-    """Name of the error class of ``lacks``."""
+    """Name of the error class for ``lacks``."""
     text: str = ""
 
 
@@ -315,7 +317,7 @@ class Reassigned(JobEvent):
     generation: int
     devices: list[int]
     left_out: dict[str, str] = field(default_factory=dict)
-    """By id of a device that had a rank before and was lost or evicted: the device, and why."""
+    """Devices that had a rank before and were lost or evicted: by id, the device and why."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +346,7 @@ class WaitingForDevice(JobEvent):
     kind = "waiting_for_device"
     waiting: list[int]
     seconds: float
-    """How long the first of them has been loading."""
+    """Seconds since the first of them began to load."""
     text: str
 
 
@@ -424,7 +426,7 @@ class Finished(JobEvent):
 KINDS: dict[str, type[JobEvent]] = {one.kind: one for one in JobEvent.__subclasses__()}
 
 TASK_ENDS = (Ended, Left, Failed)
-"""A task emits nothing after one of these."""
+"""Kinds of events after which a task emits nothing."""
 
 
 def from_fields(kind: str, fields: Mapping[str, Any]) -> JobEvent:
@@ -443,7 +445,7 @@ def from_json(kind: str, text: str) -> JobEvent:
 
 
 Emit = Callable[[JobEvent], None]
-"""Emits an event: a rank is given one by its device."""
+"""Function that emits an event; a rank gets it from its device."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +456,7 @@ class Observed:
     rank: int = 0
     device: int = 0
     time: float = field(default_factory=time.time)
-    """Seconds since the epoch, by the clock of the process that emitted it."""
+    """Seconds since 1970, by the clock of the process that emitted the event."""
     sequence: int = 0
 
     def to_fields(self) -> dict[str, Any]:

@@ -33,9 +33,9 @@ class Footprint:
     """Resources of one device's process, without its arena."""
 
     memory: int
-    """Private bytes."""
+    """Private memory of the process in bytes."""
     tasks: int = 12
-    """Processes and threads; both count against the process limit."""
+    """Number of processes and threads; both count against the process limit."""
     descriptors: int = 48
     descriptors_per_device: int = 4
 
@@ -43,13 +43,13 @@ class Footprint:
 # Measured with 4, 8 and 16 devices of the MNIST recipe on Linux, Python 3.11, torch 2.13: Private_Dirty of
 # /proc/PID/smaps_rollup, entries of /proc/PID/task and /proc/PID/fd.
 FORKED = Footprint(48 * MIB)
-"""A device forked from a process that has loaded PyTorch and the data: 45 to 55 MiB while it trains."""
+"""Footprint of a device forked from a process that has loaded PyTorch and the data: 45 to 55 MiB while it trains."""
 STARTED = Footprint(38 * MIB)
-"""A device in a separate Python process that has not trained yet."""
+"""Footprint of a device in a separate Python process that has not trained yet."""
 TRAINING = Footprint(256 * MIB)
-"""A device in a separate Python process that has loaded PyTorch and the data: 263 MiB."""
+"""Footprint of a device in a separate Python process that has loaded PyTorch and the data: 263 MiB."""
 LEADER = Footprint(64 * MIB, tasks=40, descriptors=64)
-"""The coordinator and the process that follows the job, together."""
+"""Footprint of the coordinator and the process that follows the job, together."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Request:
 
     devices: int
     memory: int
-    """Bytes of one device's arena."""
+    """Size of one device's arena in bytes."""
     footprint: Footprint = FORKED
     folder: Path | None = None
     """Folder of the arenas; None: /dev/shm, and the temporary directory when /dev/shm is full."""
@@ -81,9 +81,9 @@ class Resources:
     disk_is_memory: bool = False
     """Whether that folder is in memory too (tmpfs)."""
     tasks: int | None = None
-    """Processes and threads that can still be started."""
+    """Number of processes and threads that can still be started."""
     descriptors: int | None = None
-    """Maximum open files and sockets of one process."""
+    """Maximum number of open files and sockets of one process."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 MAX_TEXT_BYTES = 8192
-"""Limit of one text: a stack trace fits, and a log of ten thousand events stays below 80 MiB."""
+"""Maximum bytes of one text: a stack trace fits, and a log of ten thousand events stays below 80 MiB."""
 
 
 def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:

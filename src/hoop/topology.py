@@ -11,7 +11,7 @@ from numbers import Integral
 from hoop.errors import InvalidArgument
 
 MAX_DEVICES = 4096
-"""Devices of the largest cluster."""
+"""Maximum number of devices of a cluster."""
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[\w:.%-]{1,80})\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
@@ -83,7 +83,7 @@ class PortRange:
     """The ports on one of which a process listens: the first of them that is free."""
 
     low: int = 0
-    """0: any free port."""
+    """First port of the range; 0: any free port."""
     high: int = 0
 
     @classmethod
@@ -112,7 +112,8 @@ class DeviceRange:
 
     first: int
     most: int = 0
-    """0: none is stated (``--devices 4``). Processes of this machine are then ``first``, and a cluster has no limit."""
+    """Maximum number of devices; 0: none is stated (``--devices 4``). Processes of this machine are then ``first``, and
+    a cluster has no limit."""
 
     @classmethod
     def parse(cls, value: object, field: str = "devices") -> DeviceRange:
@@ -166,7 +167,7 @@ class DeviceInfo:
     host: str
     pid: int
     incarnation: str
-    """A new id for each process start. It distinguishes a restart from a lost connection."""
+    """Id that is new for each process start. It distinguishes a restart from a lost connection."""
     shared_address: Address | None = None
     """Address at which devices of the same host set up shared memory; None: the device has only TCP links."""
     keeps_memory: bool = False
@@ -175,9 +176,9 @@ class DeviceInfo:
     torch_version: str = ""
     python_version: str = ""
     gpu: str = ""
-    """The GPU that has the memory from ``min_address`` on; empty: it is host memory."""
+    """Name of the GPU that has the memory from ``min_address`` on; empty: it is host memory."""
     processor: str = ""
-    """The type of its processor; empty: unknown."""
+    """Type of the device's processor; empty: unknown."""
 
     @property
     def versions(self) -> dict[str, str]:
