@@ -43,7 +43,7 @@ def test_a_restarted_process_restores_all_of_the_state(tmp_path: Path) -> None:
         joining = dataclasses.replace(world(9), joining=True)
         second = Trainer(joining, base, JOBS["normed"], events.append, lambda: False)
         assert second._done == 5
-        (newest, *_) = second._entry.arena_shards
+        (newest, *_) = second._startup.arena_shards
         assert newest.step == 5
         found = tensors_from_shard(expected, newest)
         assert found is not None

@@ -14,12 +14,13 @@ from hoop.errors import InvalidArgument
 LOSS, ACCURACY = "loss", "accuracy"
 
 
-class Watch(NamedTuple):
+class EarlyStoppingState(NamedTuple):
     """The best value of the monitored metric, and the evaluations since then."""
 
     best: float = math.nan
     """Best value of the monitored metric; NaN before the first evaluation."""
     waited: int = 0
+    """Number of evaluations since the best one."""
 
 
 class EarlyStopping:
@@ -41,13 +42,13 @@ class EarlyStopping:
             )
         return known[self.monitor]
 
-    def next(self, watch: Watch, value: float) -> Watch:
-        """The watch after an evaluation with this value."""
-        gain = watch.best - value if self._smaller else value - watch.best
-        if math.isnan(watch.best) or gain > self._delta:
-            return Watch(value, 0)
-        return Watch(watch.best, watch.waited + 1)
+    def next(self, state: EarlyStoppingState, value: float) -> EarlyStoppingState:
+        """The state after an evaluation with this value."""
+        gain = state.best - value if self._smaller else value - state.best
+        if math.isnan(state.best) or gain > self._delta:
+            return EarlyStoppingState(value, 0)
+        return EarlyStoppingState(state.best, state.waited + 1)
 
-    def is_over(self, watch: Watch) -> bool:
+    def is_over(self, state: EarlyStoppingState) -> bool:
         """Whether training ends after this evaluation."""
-        return bool(self._patience) and watch.waited >= self._patience
+        return bool(self._patience) and state.waited >= self._patience

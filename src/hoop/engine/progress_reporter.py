@@ -25,7 +25,7 @@ import numpy as np
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
-from hoop.engine.early_stopping import Watch
+from hoop.engine.early_stopping import EarlyStoppingState
 from hoop.engine.stage.provenance import Provenance
 from hoop.job_events import Emit, Evaluated, Steps
 from hoop.memory.dtypes import dtype
@@ -51,16 +51,16 @@ class Evaluation:
     epoch: int = 0
     loss: float = 0.0
     accuracy: float | None = None
-    watch: Watch = field(default_factory=Watch)
-    before: Watch = field(default_factory=Watch)
-    """Value of ``watch`` before this evaluation: after a recovery the same step may be evaluated again."""
+    stopping: EarlyStoppingState = field(default_factory=EarlyStoppingState)
+    stopping_before: EarlyStoppingState = field(default_factory=EarlyStoppingState)
+    """State of early stopping before this evaluation: after a recovery the same step may be evaluated again."""
     metrics: tuple[float, ...] = ()
     """Values of the further metrics, in the order of their names."""
 
     def to_row(self) -> list[float]:
         """The fields as numbers, of which NaN is None."""
         accuracy = math.nan if self.accuracy is None else self.accuracy
-        return [self.steps, self.epoch, self.loss, accuracy, *self.watch, *self.before, *self.metrics]
+        return [self.steps, self.epoch, self.loss, accuracy, *self.stopping, *self.stopping_before, *self.metrics]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Evaluation:
@@ -70,8 +70,8 @@ class Evaluation:
             int(epoch),
             loss,
             None if math.isnan(accuracy) else accuracy,
-            Watch(best, int(waited)),
-            Watch(best_before, int(waited_before)),
+            EarlyStoppingState(best, int(waited)),
+            EarlyStoppingState(best_before, int(waited_before)),
             tuple(metrics),
         )
 
@@ -146,7 +146,13 @@ class ProgressReporter:
             metrics = dict(zip(self._metric_names, found.metrics, strict=True))
             self._emit(
                 Evaluated(
-                    found.steps, found.epoch, found.loss, found.accuracy, self._split, metrics, not found.watch.waited
+                    found.steps,
+                    found.epoch,
+                    found.loss,
+                    found.accuracy,
+                    self._split,
+                    metrics,
+                    best=not found.stopping.waited,
                 )
             )
 

@@ -53,8 +53,8 @@ from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.progress_reporter import Evaluation, ProgressReporter
+from hoop.engine.rank_startup import RankStartup
 from hoop.engine.roles.custom import CustomRole
-from hoop.engine.run_entry import RunEntry
 from hoop.engine.settings import Settings
 from hoop.engine.setup import EarlierSetup, TrainingSetup, prepare
 from hoop.engine.stage.accelerator import DEVICE_ERRORS, may_use_gpu
@@ -126,7 +126,7 @@ class Trainer:
         """Number of steps done when this rank began."""
         self._stopped = self._reassignment_agreed = self._reassigning = False
         self._missing_shards: list[int] = []
-        self._entry = RunEntry(joining, emit, context, prefix)
+        self._startup = RankStartup(joining, emit, context, prefix)
         self._snapshots = SnapshotPublisher(context.arena, prefix, emit, context.run, joining)
         self._provenance = Provenance(settings.num_microbatches)
         metric_names = job.loss.metric_names if isinstance(job.loss, CustomLoss) else ()
@@ -189,14 +189,14 @@ class Trainer:
         self._in_place = kind(
             setup=self._setup,
             vectors=self._vectors,
-            arena_shards=self._entry.arena_shards,
+            arena_shards=self._startup.arena_shards,
             resumed=bool(tensors),
             # State on a GPU changes without the arena: a restarted device gets it from another one, or a snapshot.
             persistent_memory=context.persistent_memory and not setup.executor.stage_states[0].resident,
         )
         self._done = self._in_place.load_newest() if joining else self._in_place.commit(self._done)
-        has_part = joining and self._done == NO_STATE and bool(self._entry.arena_shards)
-        self._entry.has_only_a_part = has_part and settings.sharded_update == "auto"
+        has_part = joining and self._done == NO_STATE and bool(self._startup.arena_shards)
+        self._startup.has_only_a_part = has_part and settings.sharded_update == "auto"
         self._epoch_end = self._schedule.last_epoch_end(self._done) if joining else self._done
 
     def _new_sharded_state(self) -> ShardedStateManager:
@@ -206,7 +206,7 @@ class Trainer:
             data=self._data,
             vectors=self._vectors,
             provenance=self._provenance,
-            arena_shards=self._entry.arena_shards,
+            arena_shards=self._startup.arena_shards,
         )
 
     def _shard_update(self) -> ShardedStateManager:
@@ -249,7 +249,7 @@ class Trainer:
 
     def join(self) -> None:
         """Joins a running job: reports that it is ready, waits for a rank, gets the state, and trains."""
-        self._entry.announce_ready(self._data, time.perf_counter() - self._created_at)
+        self._startup.announce_ready(self._data, time.perf_counter() - self._created_at)
         self._recover(FailedPrecondition("the coordinator assigned no rank to a device that was ready"))
         self._first_step = self._done
         self.train()
@@ -258,7 +258,7 @@ class Trainer:
         """The reporting rank emits ``started``; again after a recovery, if the first event may have been lost."""
         if self._role.is_reporter and self._done - self._first_step <= self._role.stride:
             schedule, setup, data = self._schedule, self._setup, self._data
-            self._entry.emit_started(
+            self._startup.emit_started(
                 ev.Started(
                     steps=schedule.total_steps,
                     done=self._first_step,
@@ -354,10 +354,10 @@ class Trainer:
             loss, accuracy = evaluate(self.executor, self._data.test)
             metrics = {}
         self.executor.profiler.record_other("evaluate", began)
-        last, watching = self._progress.evaluation, self._early_stopping
-        before = last.before if last.steps == self._done else last.watch
-        watch = watching.next(before, watching.value(loss, accuracy, metrics))
-        evaluation = Evaluation(self._done, epoch, loss, accuracy, watch, before, tuple(metrics.values()))
+        last, early_stopping = self._progress.evaluation, self._early_stopping
+        before = last.stopping_before if last.steps == self._done else last.stopping
+        stopping = early_stopping.next(before, early_stopping.value(loss, accuracy, metrics))
+        evaluation = Evaluation(self._done, epoch, loss, accuracy, stopping, before, tuple(metrics.values()))
         if isinstance(self._role, CustomRole):
             self._role.on_evaluated(self._done, loss)
         self._progress.add_evaluation(evaluation, self._rate(), self._role.is_reporter)
@@ -365,7 +365,7 @@ class Trainer:
 
     def _check_early_stop(self) -> None:
         last = self._progress.evaluation
-        if last.steps == self._done and self._early_stopping.is_over(last.watch):
+        if last.steps == self._done and self._early_stopping.is_over(last.stopping):
             self._stopped = True
 
     def _rate(self) -> float:
@@ -474,7 +474,7 @@ class Trainer:
         self._opened = None
         self._vectors.free()
         sharded = self._shard_update()
-        if not self._entry.joining:  # it never was in step with the others
+        if not self._startup.joining:  # it never was in step with the others
             sharded.start(self._first_tensors, self._first_step, self._first_size)
         self._done = self._epoch_end = self._first_step
         return sharded
@@ -501,7 +501,7 @@ class Trainer:
         context.close_previous_links()
         self._use_setup(setup)
         self._done, self._epoch_end, self._stopped = plan.step, plan.epoch_end, plan.stopped
-        self._entry.complete(self._done, context, plan.source, plan.all_restarted, self._progress)
+        self._startup.complete(self._done, context, plan.source, plan.all_restarted, self._progress)
         self._check_early_stop()
         sharded.ensure_replicated(context)
         sharded.synchronize(context, self._should_stop(), self._done)
@@ -518,15 +518,15 @@ class Trainer:
         if self._done > NO_STATE:
             for loss in self._role.settle(self._done):
                 self._count_step(loss)
-        self._entry.joining = self._entry.joining or context.left_out
+        self._startup.joining = self._startup.joining or context.left_out
         status = RankStatus(
             context.device,
             self._done,
             self._epoch_end,
-            survived=not self._entry.joining,
+            survived=not self._startup.joining,
             offers=[(self._done, [WHOLE])] if self._done > NO_STATE else [],
             computed=executor.computed,
-            sharded_update=self._entry.has_only_a_part,
+            sharded_update=self._startup.has_only_a_part,
         )
         plan = synchronize_replicas(
             self._in_place, context, status, schedule.rate, settings.timeout_s, self._forget_state
@@ -536,7 +536,7 @@ class Trainer:
             self._count_finished_step()
         self._done, executor.computed = plan.step, list(plan.computed[context.rank])
         source = plan.source_of(context.rank)
-        self._entry.complete(self._done, context, source, plan.all_restarted, self._progress)
+        self._startup.complete(self._done, context, source, plan.all_restarted, self._progress)
         self._check_early_stop()
         self._epoch_end = plan.epoch_end
         if not planned:

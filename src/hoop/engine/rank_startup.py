@@ -1,4 +1,4 @@
-"""``RunEntry``: how one rank enters a run, at its start or while the run goes on, and the events that report it.
+"""``RankStartup``: how one rank enters a run, at its start or while the run goes on, and the events that report it.
 
 It reads the state and the step log that this device's arena has, and emits ``ready``, ``state`` and ``started``. State
 from other ranks comes by ``fault_tolerance/recovery.py`` (``broadcast_state``, ``collect``). The trainer makes one for
@@ -20,7 +20,7 @@ from hoop.job_events import Emit
 TAKE_OVER_TIMEOUT_S = 30.0
 
 
-class RunEntry:
+class RankStartup:
     """One rank's entry into a run, and the state of the run that its arena had."""
 
     def __init__(self, joining: bool, emit: Emit, context: RankContext, prefix: str) -> None:
