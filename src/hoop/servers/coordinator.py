@@ -27,10 +27,10 @@ from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import FileJournal, Journal
 from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
+from hoop.servers.access_order import AccessOrder
 from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.lab_dialect import Dialect
-from hoop.servers.memory_order import MemoryOrder
 from hoop.servers.metrics_options import check_metrics
 from hoop.texts import MAX_TEXT_BYTES
 from hoop.topology import Address
@@ -113,7 +113,7 @@ class Coordinator:
         self._leadership_lost = asyncio.Event()
         self.stop_events: dict[tuple[int, int], asyncio.Event] = {}
         """Events by communicator and generation, each set when the operations of that generation must stop."""
-        self.memory_order = MemoryOrder()
+        self.access_order = AccessOrder()
         """Order of the collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
         self._probing: set[int] = set()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.state import CommunicatorState, OperationOutcome
+from hoop.servers.access_order import MemoryRange
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.grpc_server import ClientReports
 from hoop.servers.lab_dialect import (
@@ -23,7 +24,6 @@ from hoop.servers.lab_dialect import (
     device_metadata,
     find_unit,
 )
-from hoop.servers.memory_order import MemoryRange
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operations import OperationGroups, OperationQueue, check_fits, check_range, read, write
 from hoop.wire.generated import gpu_sim_pb2 as lab
@@ -244,7 +244,7 @@ class LabCoordinator:
         location, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
         check_range(self._coordinator, device_id, location, len(data))
         memory_range = MemoryRange(device_id, address, address + len(data), writes=True)
-        async with self._coordinator.memory_order.in_turn(f"Memcpy to {memory_range}", [memory_range], timeout):
+        async with self._coordinator.access_order.in_turn(f"Memcpy to {memory_range}", [memory_range], timeout):
             await write(self._coordinator, device_id, location, data, timeout)
         self._copies.record(device_id, address, len(data))
 
@@ -254,7 +254,7 @@ class LabCoordinator:
         check_fits(size, self._coordinator.config.max_message)
         check_range(self._coordinator, device_id, location, size)
         memory_range = MemoryRange(device_id, address, address + size, writes=False)
-        async with self._coordinator.memory_order.in_turn(f"Memcpy from {memory_range}", [memory_range], timeout):
+        async with self._coordinator.access_order.in_turn(f"Memcpy from {memory_range}", [memory_range], timeout):
             return await read(self._coordinator, device_id, location, size, timeout)
 
     async def comm_finalize(self, request: lab.CommFinalizeRequest) -> lab.CommFinalizeResponse:

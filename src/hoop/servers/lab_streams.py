@@ -32,8 +32,8 @@ from hoop.errors import (
     ResourceExhausted,
 )
 from hoop.memory import DeviceMemory, dtype
+from hoop.servers.access_order import Access
 from hoop.servers.lab_dialect import unknown_fields
-from hoop.servers.memory_order import Access
 from hoop.servers.operation_runner import MAX_TIMEOUT_S
 from hoop.texts import printable
 from hoop.wire.generated import gpu_sim_pb2 as lab
@@ -66,7 +66,7 @@ class Stream:
     op: str = ""
     """Operation of a receive that combines the bytes, as float64, with those in memory; empty: it overwrites them."""
     access: Access | None = None
-    """Place of the transfer in the memory order: it waits for earlier operations on the same bytes."""
+    """Place of the transfer in the access order: it waits for earlier operations on the same bytes."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_turn(self) -> None:

@@ -9,7 +9,7 @@ from hoop.collectives.registry import Operation
 from hoop.errors import InvalidArgument, OutOfRange
 from hoop.membership.state import CommunicatorState, State
 from hoop.memory import dtype
-from hoop.servers.memory_order import MemoryRange
+from hoop.servers.access_order import MemoryRange
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 

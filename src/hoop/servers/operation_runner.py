@@ -21,7 +21,7 @@ from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged, PeerLost, ResourceExhausted
 from hoop.memory import CHECKS, READS, WRITES, DeviceMemory
-from hoop.servers.memory_order import Access, MemoryOrder, MemoryRange
+from hoop.servers.access_order import Access, AccessOrder, MemoryRange
 from hoop.servers.operation_request import operand_locations, operation_from
 from hoop.texts import printable
 from hoop.topology import DeviceInfo
@@ -105,9 +105,9 @@ class OperationRunner:
         self._assignments: dict[int, RankAssignment] = {}
         self.assignments_stored = 0
         """Number of ranks that this device was given."""
-        self._running = MemoryOrder()
+        self._running = AccessOrder()
         """Order of the launches that run on this device."""
-        self._announced = MemoryOrder()
+        self._announced = AccessOrder()
         """Order of the launches that the coordinator has announced by a reservation."""
         self._reservations: dict[int, Access] = {}
         # One thread for each communicator that runs: a launch that waits for its peers must not block another.

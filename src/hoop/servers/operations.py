@@ -9,7 +9,7 @@ A client's request takes this way through the file:
     write, read, copy  bytes between a caller and a device, and from device to device
 
 Different communicators run side by side. Operations that touch the same memory run in the order in which the
-coordinator accepted them (``memory_order``).
+coordinator accepted them (``access_order``).
 
 One launch:
 
@@ -48,8 +48,8 @@ from hoop.errors import (
 from hoop.membership import events as m
 from hoop.membership.reachability import left_out
 from hoop.membership.state import CommunicatorState, OperationOutcome
+from hoop.servers.access_order import Access
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.memory_order import Access
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operation_runner import MAX_OPERATIONS, MAX_TIMEOUT_S
 from hoop.servers.reservation import Reservation
@@ -305,7 +305,7 @@ class OperationQueue:
         communicator = coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
         description = f"{', '.join(_names(requests))} of communicator {communicator_id}"
         ranges = {one for request in requests for one in request.memory_ranges(communicator) if one.start < one.stop}
-        access = coordinator.memory_order.accept(description, ranges)
+        access = coordinator.access_order.accept(description, ranges)
         reservation = (
             Reservation(coordinator, communicator, ranges, description, timeout) if reserve and requests else None
         )
@@ -316,7 +316,7 @@ class OperationQueue:
             self._unfinished[communicator_id].discard(task)
             if not self._unfinished[communicator_id]:
                 del self._unfinished[communicator_id]
-            coordinator.memory_order.end(access)
+            coordinator.access_order.end(access)
             if reservation is not None:
                 reservation.release()
 
@@ -563,7 +563,7 @@ def _destination(operand: pb.Operand) -> pb.Location:
 
 
 async def write(coordinator: Coordinator, device_id: int, location: pb.Location, data: bytes, timeout: float) -> None:
-    """Copies host to device. The caller has its turn in the coordinator's memory order."""
+    """Copies host to device. The caller has its turn in the coordinator's access order."""
     check_range(coordinator, device_id, location, len(data))
 
     def chunks() -> Iterator[pb.WriteRequest]:
@@ -578,7 +578,7 @@ async def write(coordinator: Coordinator, device_id: int, location: pb.Location,
 
 
 async def read(coordinator: Coordinator, device_id: int, location: pb.Location, size: int, timeout: float) -> bytes:
-    """Copies ``size`` bytes device to host. The caller has its turn in the coordinator's memory order."""
+    """Copies ``size`` bytes device to host. The caller has its turn in the coordinator's access order."""
     _check_usable(coordinator, device_id)
     info = coordinator.state.member(device_id).info
     if size > info.capacity:
@@ -613,14 +613,14 @@ async def copy(coordinator: Coordinator, request: pb.CopyRequest) -> None:
     communicator = CommunicatorState(next(_copy_ids), members)
     send.check(coordinator.state, communicator)
     timeout = coordinator.config.timeout_s
-    access = coordinator.memory_order.accept(f"Copy of {request.bytes} bytes", send.memory_ranges(communicator))
+    access = coordinator.access_order.accept(f"Copy of {request.bytes} bytes", send.memory_ranges(communicator))
 
     async def run() -> None:
         try:
             await access.wait_turn(timeout)
             await fan_out(coordinator, communicator, [send], timeout, release=True)
         finally:
-            coordinator.memory_order.end(access)
+            coordinator.access_order.end(access)
 
     await asyncio.shield(coordinator.in_background(run()))
 

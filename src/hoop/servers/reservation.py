@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hoop.membership.state import CommunicatorState
+from hoop.servers.access_order import MemoryRange
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.memory_order import MemoryRange
 from hoop.wire.generated import hoop_pb2 as pb
 
 RELEASE_S = 5.0

@@ -133,7 +133,7 @@ class Access:
         self.predecessors = []  # else a long queue would keep every access before it in memory
 
 
-class MemoryOrder:
+class AccessOrder:
     """The accesses that were accepted and have not ended."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""MemoryOrder: two accesses that share a byte, at least one of them a write, run in the order of acceptance."""
+"""AccessOrder: two accesses that share a byte, at least one of them a write, run in the order of acceptance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import DeadlineExceeded
-from hoop.servers.memory_order import Access, MemoryFootprint, MemoryOrder, MemoryRange
+from hoop.servers.access_order import Access, AccessOrder, MemoryFootprint, MemoryRange
 
 ranges = st.builds(
     lambda device, start, size, writes: MemoryRange(device, start, start + size, writes),
@@ -48,13 +48,13 @@ def test_named_buffers(other: MemoryRange, conflict: bool) -> None:
     assert MemoryFootprint([MemoryRange(1, 0, 8, False, "x")]).conflicts(MemoryFootprint([other])) == conflict
 
 
-def write(order: MemoryOrder, name: str, start: int, stop: int) -> Access:
+def write(order: AccessOrder, name: str, start: int, stop: int) -> Access:
     return order.accept(name, [MemoryRange(1, start, stop, True)])
 
 
 def test_conflicting_accesses_run_in_the_order_of_acceptance() -> None:
     async def run() -> list[str]:
-        order, done = MemoryOrder(), []
+        order, done = AccessOrder(), []
         accesses = [write(order, name, start, stop) for name, start, stop in writes]
 
         async def take(access: Access) -> None:
@@ -76,7 +76,7 @@ def test_conflicting_accesses_run_in_the_order_of_acceptance() -> None:
 
 def test_a_timeout_names_the_access_waited_for() -> None:
     async def run() -> None:
-        order = MemoryOrder()
+        order = AccessOrder()
         first = write(order, "the first", 0, 8)
         second = write(order, "the second", 0, 8)
         with pytest.raises(DeadlineExceeded, match=r"the second waited .* s for the first"):
@@ -91,7 +91,7 @@ def test_a_timeout_names_the_access_waited_for() -> None:
 
 def test_an_access_that_never_ends_expires() -> None:
     async def run() -> None:
-        order = MemoryOrder()
+        order = AccessOrder()
         order.accept("announced", [MemoryRange(1, 0, 8, True)], time.monotonic() + 0.01)
         waiting = order.wait_only("Read", [MemoryRange(1, 0, 8, False)])
         with pytest.raises(DeadlineExceeded, match=r"Read waited .* for announced"):
@@ -106,7 +106,7 @@ def test_an_access_with_its_own_timeout_limits_the_wait_and_keeps_its_place() ->
     """A launch that outlives its timeout still writes: later accesses must not overtake it."""
 
     async def run() -> None:
-        order = MemoryOrder()
+        order = AccessOrder()
         running = write(order, "a launch", 0, 8)
         running.max_wait_s = 0.01
         for _ in range(2):
@@ -120,7 +120,7 @@ def test_an_access_with_its_own_timeout_limits_the_wait_and_keeps_its_place() ->
 
 def test_reads_do_not_wait_for_each_other_and_a_cancelled_access_is_removed() -> None:
     async def run() -> None:
-        order = MemoryOrder()
+        order = AccessOrder()
         reads = [order.accept("read", [MemoryRange(1, 0, 8, False)]) for _ in range(3)]
         for one in reads:
             await one.wait_turn(0)
