@@ -12,12 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hoop.engine.custom.objects import (
     StateTemplate,
-    TrainedObjects,
+    TrainableState,
+    json_groups,
+    json_values,
     keeps_gradients,
     load_groups,
     load_scheduler,
-    plain_groups,
-    plain_state,
     trial_state,
 )
 from hoop.errors import InvalidArgument
@@ -37,7 +37,7 @@ def named(value: Any, kind: type, field: str) -> dict[str, Any]:
     return {str(name): one for name, one in found.items()}
 
 
-class LoopObjects(TrainedObjects):
+class LoopTrainableState(TrainableState):
     """Models, optimizers, schedulers, and other objects with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, state: Mapping[str, Any] | None) -> None:
@@ -80,16 +80,16 @@ class LoopObjects(TrainedObjects):
         for scheduler in self._schedulers.values():
             scheduler.step()
 
-    def plain(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         return {
-            "groups": [plain_groups(one) for one in self.optimizers],
+            "groups": [json_groups(one) for one in self.optimizers],
             "schedulers": {
-                name: plain_state(one.state_dict(), f"scheduler {name}") for name, one in self._schedulers.items()
+                name: json_values(one.state_dict(), f"scheduler {name}") for name, one in self._schedulers.items()
             },
-            "state": {name: plain_state(one.state_dict(), f"state {name}") for name, one in self._others.items()},
+            "state": {name: json_values(one.state_dict(), f"state {name}") for name, one in self._others.items()},
         }
 
-    def load_plain(self, state: Mapping[str, Any]) -> None:
+    def load_json_state(self, state: Mapping[str, Any]) -> None:
         for optimizer, groups in zip(self.optimizers, state["groups"], strict=True):
             load_groups(optimizer, groups)
         for name, one in self._schedulers.items():

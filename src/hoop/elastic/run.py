@@ -24,7 +24,7 @@ from hoop.client.cluster import Cluster, connect
 from hoop.collectives.rank_context import RankContext
 from hoop.config import parse_size
 from hoop.elastic.loop_checkpoints import LoopCheckpoints, Resume
-from hoop.elastic.objects import LoopObjects
+from hoop.elastic.objects import LoopTrainableState
 from hoop.elastic.run_cluster import MEET_TIMEOUT_S, find_cluster
 from hoop.elastic.step import Step
 from hoop.engine.custom.own_loop import OWN_LOOP_LOSS, Computed, Ended, LoopExchange, OwnLoopJob, Shard, error_of
@@ -74,7 +74,7 @@ class Run:
         scheduler that started the processes, where it is not detected. ``settings``: epochs, batch_size, shards, seed,
         clip, shuffle, drop_last, max_steps, timeout_s.
         """
-        self.objects = LoopObjects(model, optimizer, scheduler, state)
+        self.objects = LoopTrainableState(model, optimizer, scheduler, state)
         splits, stated = user_data(data, collate_fn)
         every = {} if out is not None else {"checkpoint_every": 0}
         chosen = {"accelerator": "cpu", "trace_steps": 0, **every, **stated, **settings}

@@ -7,14 +7,14 @@ import json
 import torch
 from torch import nn
 
-from hoop.elastic.objects import LoopObjects
+from hoop.elastic.objects import LoopTrainableState
 
 
-def objects() -> tuple[LoopObjects, torch.optim.Optimizer]:
+def objects() -> tuple[LoopTrainableState, torch.optim.Optimizer]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], gamma=0.5)
-    return LoopObjects(model, optimizer, scheduler, None), optimizer
+    return LoopTrainableState(model, optimizer, scheduler, None), optimizer
 
 
 def test_schedulers_and_groups_go_on_after_a_load() -> None:
@@ -24,7 +24,7 @@ def test_schedulers_and_groups_go_on_after_a_load() -> None:
     for one in optimizer.param_groups[0]["params"]:
         one.grad = torch.ones_like(one)
     here.update(0.0, 0)
-    there.load_plain(json.loads(json.dumps(here.plain())))
+    there.load_json_state(json.loads(json.dumps(here.json_state())))
     assert other.param_groups[0]["betas"] == (0.8, 0.9)
     rates = []
     for step in range(1, 4):

@@ -24,7 +24,7 @@ from hoop.errors import InvalidArgument
 Scheduler = LRScheduler | ReduceLROnPlateau
 StateTemplate = list[dict[tuple[int, str], Any]]
 """State that the optimizers keep of each trained parameter, by number of the optimizer and key."""
-PLAIN = (bool, int, float, str, type(None))
+JSON_TYPES = (bool, int, float, str, type(None))
 
 
 def make_optimizer(job: Job, settings: Settings, model: nn.Module) -> Optimizer:
@@ -81,20 +81,20 @@ def make_scheduler(job: Job, optimizer: Optimizer) -> Scheduler | None:
             f"lr_scheduler: it returned {type(found).__name__}; give a function of the optimizer that returns one of "
             "torch.optim.lr_scheduler"
         )
-    plain_state(found.state_dict(), "lr_scheduler")
+    json_values(found.state_dict(), "lr_scheduler")
     return found
 
 
-def plain_state(state: Any, field: str) -> Any:
+def json_values(state: Any, field: str) -> Any:
     """State made of numbers, texts, lists and dicts, as JSON has it; raises for anything else, and names ``field``."""
-    if isinstance(state, PLAIN):
+    if isinstance(state, JSON_TYPES):
         return state
     if isinstance(state, Tensor) and state.numel() == 1:
         return state.item()
     if isinstance(state, Mapping):
-        return {str(key): plain_state(value, f"{field}.{key}") for key, value in state.items()}
+        return {str(key): json_values(value, f"{field}.{key}") for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return [plain_state(one, field) for one in state]
+        return [json_values(one, field) for one in state]
     if hasattr(state, "item") and getattr(state, "size", 0) == 1:
         return state.item()
     raise InvalidArgument(
@@ -103,16 +103,16 @@ def plain_state(state: Any, field: str) -> Any:
     )
 
 
-def plain_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def json_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The hyperparameters of an optimizer's parameter groups, in the form that JSON has."""
     return [
-        {key: plain_state(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
+        {key: json_values(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
 
 
 def load_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Loads what ``plain_groups`` returned."""
+    """Loads what ``json_groups`` returned."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             own = group.get(key)
@@ -123,7 +123,7 @@ def load_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> No
 
 
 def load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
-    """Loads ``plain_state(scheduler.state_dict())``."""
+    """Loads ``json_values(scheduler.state_dict())``."""
     own = scheduler.state_dict()
     scheduler.load_state_dict({key: _like(value, own.get(key)) for key, value in state.items()})
 
@@ -133,8 +133,8 @@ def keeps_gradients(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-class TrainedObjects(ABC):
-    """What ``CustomState`` keeps in the arena: the objects of a job (``TrainingObjects``), or of a user's own loop."""
+class TrainableState(ABC):
+    """What ``CustomState`` keeps in the arena: objects of a job (``JobTrainableState``), or of a user's own loop."""
 
     modules: Sequence[nn.Module]
     names: Mapping[int, str]
@@ -149,7 +149,7 @@ class TrainedObjects(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """Device of the parameters."""
         return self.trained[0].device
 
     @property
@@ -165,19 +165,19 @@ class TrainedObjects(ABC):
         """The model was evaluated after ``done`` steps; the loss is the same at every rank."""
 
     @abstractmethod
-    def plain(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """State that is not in tensors, in the form that JSON has."""
 
     @abstractmethod
-    def load_plain(self, state: Mapping[str, Any]) -> None:
-        """Loads what ``plain`` returned, on this rank or another one."""
+    def load_json_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what ``json_state`` returned, on this rank or another one."""
 
     @abstractmethod
     def trial_state(self) -> StateTemplate:
         """What the optimizers keep of each trained parameter after a step, tried on copies."""
 
 
-class TrainingObjects(TrainedObjects):
+class JobTrainableState(TrainableState):
     """Model, optimizer, scheduler and averaged weights of one rank of a job."""
 
     def __init__(self, job: Job, settings: Settings, model: nn.Module, steps_per_epoch: int) -> None:
@@ -232,13 +232,13 @@ class TrainingObjects(TrainedObjects):
 
     # ---- state that is not in tensors
 
-    def plain(self) -> dict[str, Any]:
+    def json_state(self) -> dict[str, Any]:
         """The values of parameter groups and of the scheduler, in the form that JSON has."""
-        scheduler = None if self.scheduler is None else plain_state(self.scheduler.state_dict(), "lr_scheduler")
-        return {"groups": plain_groups(self.optimizer), "scheduler": scheduler, "evaluated": self._evaluated}
+        scheduler = None if self.scheduler is None else json_values(self.scheduler.state_dict(), "lr_scheduler")
+        return {"groups": json_groups(self.optimizer), "scheduler": scheduler, "evaluated": self._evaluated}
 
-    def load_plain(self, state: Mapping[str, Any]) -> None:
-        """Loads what ``plain`` returned, on this rank or another one."""
+    def load_json_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what ``json_state`` returned, on this rank or another one."""
         self._evaluated = int(state["evaluated"])
         load_groups(self.optimizer, state["groups"])
         if self.scheduler is not None and state["scheduler"] is not None:
@@ -284,7 +284,7 @@ def trial_state(optimizers: Sequence[Optimizer], trained: Sequence[Tensor]) -> S
             ) from None
         for parameter, kept in optimizer.state.items():
             for key, value in kept.items():
-                if not isinstance(key, str) or not isinstance(value, (Tensor, *PLAIN)):
+                if not isinstance(key, str) or not isinstance(value, (Tensor, *JSON_TYPES)):
                     raise InvalidArgument(
                         f"optimizer: {kind} keeps {key!r}, {type(value).__name__}, of a parameter; Hoop can replicate "
                         "tensors, numbers and texts"

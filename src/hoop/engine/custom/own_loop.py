@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hoop.engine.custom.loss import COUNTED, CustomLoss, ShardLoss
-from hoop.engine.custom.objects import TrainedObjects
+from hoop.engine.custom.objects import TrainableState
 from hoop.engine.data_feed import Position
 from hoop.engine.job import Job
 from hoop.errors import FailedPrecondition, HoopError, InternalError
@@ -134,7 +134,7 @@ OWN_LOOP_LOSS = CustomLoss(_never_called, True, COUNTED)
 class OwnLoopJob(Job):
     """The job of a user's own loop: objects that exist already, and the exchange with the loop's thread."""
 
-    objects: TrainedObjects | None = None
+    objects: TrainableState | None = None
     exchange: LoopExchange | None = None
 
 

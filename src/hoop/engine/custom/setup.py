@@ -13,7 +13,7 @@ from hoop.data.dataset import Splits
 from hoop.data.structured import structured
 from hoop.engine.custom.feed import StructuredFeed
 from hoop.engine.custom.loss import CustomLoss
-from hoop.engine.custom.objects import StateTemplate, TrainedObjects, TrainingObjects
+from hoop.engine.custom.objects import JobTrainableState, StateTemplate, TrainableState
 from hoop.engine.custom.own_loop import OwnLoopJob
 from hoop.engine.custom.state import CustomState
 from hoop.engine.executor import CustomParts, PartitionedModel, PlanExecutor, RankRuntime
@@ -46,10 +46,10 @@ def check_parts(job: Job, settings: Settings, model: nn.Module, samples: int) ->
     check_can_shard(DataParallel(sharded=True) if settings.sharded_update == "on" else strategy, custom=True)
     check_strategy(strategy)
     twin = copy.deepcopy(model)
-    TrainingObjects(job, settings, twin, StepSchedule(settings, samples).steps_per_epoch).trial_state()
+    JobTrainableState(job, settings, twin, StepSchedule(settings, samples).steps_per_epoch).trial_state()
 
 
-def costs_of(objects: TrainedObjects, template: StateTemplate) -> Block:
+def costs_of(objects: TrainableState, template: StateTemplate) -> Block:
     """The memory of the objects, for the check before the first step. Seconds are not measured."""
     tensors = [one for module in objects.modules for one in [*module.parameters(), *module.buffers()]]
     weights = sum(map(_bytes, tensors)) + sum(map(_bytes, objects.average))
@@ -81,7 +81,7 @@ def prepare_parts(
     elif device != CPU:
         model.to(device)
     schedule = StepSchedule(settings, len(data.train))
-    objects: TrainedObjects = own_loop or TrainingObjects(job, settings, model, schedule.steps_per_epoch)
+    objects: TrainableState = own_loop or JobTrainableState(job, settings, model, schedule.steps_per_epoch)
     template = objects.trial_state()
     costs = [costs_of(objects, template)]
     check_memory(costs)

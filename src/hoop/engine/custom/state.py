@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
 from hoop.engine.custom.loss import CustomLoss, ShardLoss
-from hoop.engine.custom.objects import StateTemplate, TrainedObjects
+from hoop.engine.custom.objects import StateTemplate, TrainableState
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import CPU
 from hoop.engine.stage.state import (
@@ -71,7 +71,7 @@ class CustomState(StageState):
     def __init__(
         self,
         vectors: StateVectors,
-        objects: TrainedObjects,
+        objects: TrainableState,
         loss: CustomLoss,
         settings: Settings,
         template: StateTemplate,
@@ -209,7 +209,7 @@ class CustomState(StageState):
                     plain = {key: value for key, value in kept.items() if not isinstance(value, Tensor)}
                     numbers[f"{number}.{index}"] = plain
                     self._check_kept(number, index, kept)
-        return json.dumps({"kept": numbers, **self.objects.plain()}, separators=(",", ":")).encode()
+        return json.dumps({"kept": numbers, **self.objects.json_state()}, separators=(",", ":")).encode()
 
     def _check_kept(self, number: int, index: int, kept: Mapping[str, Any]) -> None:
         expected = self._template[index]
@@ -259,7 +259,7 @@ class CustomState(StageState):
                             on_device = isinstance(self._template[index][at, key], Tensor) and view.dim() > 0
                             found[key] = view if self.in_place or not on_device else view.to(self.device)
                 optimizer.state[one] = found
-        self.objects.load_plain(state)
+        self.objects.load_json_state(state)
 
     def mark_changed(self) -> None:
         """The objects have changed since the last ``pack``."""
