@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.stage.autograd import Criterion, hits
+from hoop.engine.stage.autograd import Criterion, num_correct
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 
@@ -62,7 +62,7 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
                     targets = executor.stage_states[stage].read_targets(data, samples, out)
                     with torch.no_grad():
                         loss = criterion.value(value, targets)
-                    computed[chunk] = loss, hits(value, targets), len(samples)
+                    computed[chunk] = loss, num_correct(value, targets), len(samples)
                 elif chain[stage + 1] != rank:
                     leaving = Instruction(InstructionKind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
                     executor.channel.send(leaving, value, deadline)

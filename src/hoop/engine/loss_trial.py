@@ -60,7 +60,7 @@ class Decomposition:
         return abs(self.whole - expected) <= TOLERANCE * max(size, abs(self.whole))
 
 
-def compiling_nothing() -> AbstractContextManager[Any]:
+def compilation_disabled() -> AbstractContextManager[Any]:
     """In the block compiled models run as they were before ``torch.compile``."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
         return nullcontext()

@@ -183,7 +183,7 @@ def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
     from hoop.engine.custom.loss import CustomLoss
     from hoop.engine.job import build_model
     from hoop.engine.loss_reduction import with_criterion
-    from hoop.engine.loss_trial import compiling_nothing
+    from hoop.engine.loss_trial import compilation_disabled
     from hoop.engine.step_schedule import StepSchedule
     from hoop.engine.trainer import check_faults
     from hoop.launch.forked import call_in_child
@@ -192,7 +192,7 @@ def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
     loaded = job.data()  # before the fork: devices share what is loaded now
     samples = len(loaded.train)
     # Devices compile for themselves: compiling here would start threads, which are not there after a fork.
-    with blaming_user_code("calling the model and the loss before the first step"), compiling_nothing():
+    with blaming_user_code("calling the model and the loss before the first step"), compilation_disabled():
         model = None if named else build_model(job, settings.seed)
         job = with_criterion(job, loaded.train, settings.seed, model)
     if model is not None and isinstance(job.loss, CustomLoss):

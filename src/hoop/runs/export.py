@@ -23,7 +23,7 @@ from hoop.engine.job import Job, build_model
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
-from hoop.engine.stage.autograd import Criterion, hits
+from hoop.engine.stage.autograd import Criterion, num_correct
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
@@ -122,7 +122,7 @@ def _figures(one: TrainedModel, data: Dataset, criterion: Criterion) -> tuple[fl
             outputs = one.model(inputs).float()
             value = float(criterion.value(outputs, targets))
             loss += criterion.weighted_value(value, len(samples), len(data))
-            right += float(hits(outputs, targets))
+            right += float(num_correct(outputs, targets))
     return loss, right
 
 

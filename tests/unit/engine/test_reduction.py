@@ -17,7 +17,7 @@ from hoop.data.tensors import TensorData
 from hoop.engine.job import Job
 from hoop.engine.loss_reduction import reduction_of, with_criterion
 from hoop.engine.loss_trial import SAMPLES, Decomposition
-from hoop.engine.stage.autograd import Criterion, Objective, cross_entropy, hits
+from hoop.engine.stage.autograd import Criterion, Objective, cross_entropy, num_correct
 from hoop.errors import InvalidArgument
 
 CLASSES = 5
@@ -256,9 +256,9 @@ def test_a_stated_reduction_is_accepted_but_the_shape_of_the_loss_is_checked() -
 def test_hits_of_every_shape() -> None:
     targets = torch.tensor([[0, 1], [1, 1], [0, 0]])
     scores = F.one_hot(targets, 2).float()
-    assert hits(scores, targets) == 3
+    assert num_correct(scores, targets) == 3
     longer = torch.tensor([[0, 1, 2], [1, 1, 0]])
-    assert hits(F.one_hot(longer, 5).float().transpose(1, 2), longer) == 2
-    assert hits(torch.randn(4, 3), torch.zeros(4, 3, dtype=torch.int64)) == 0
-    assert hits(torch.randn(4), torch.zeros(4, dtype=torch.int64)) == 0
-    assert hits(torch.randn(4, 3), torch.randn(4)) == 0
+    assert num_correct(F.one_hot(longer, 5).float().transpose(1, 2), longer) == 2
+    assert num_correct(torch.randn(4, 3), torch.zeros(4, 3, dtype=torch.int64)) == 0
+    assert num_correct(torch.randn(4), torch.zeros(4, dtype=torch.int64)) == 0
+    assert num_correct(torch.randn(4, 3), torch.randn(4)) == 0

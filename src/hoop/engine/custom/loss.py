@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hoop.data.dataset import Indices
 from hoop.data.structured import StructuredDataset, split_pair
 from hoop.engine.loss_trial import CUTS, SAMPLES, Decomposition, no_side_effects
-from hoop.engine.stage.autograd import MEAN, NONE, SUM, function_name, hits
+from hoop.engine.stage.autograd import MEAN, NONE, SUM, function_name, num_correct
 from hoop.errors import InvalidArgument
 
 COUNTED = "(sum, count)"
@@ -115,7 +115,7 @@ class CustomLoss:
             )
         returned = self.function(outputs, targets)
         classified = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point()
-        return returned, float(hits(outputs.detach(), targets)) if classified and outputs.dim() > 1 else None
+        return returned, float(num_correct(outputs.detach(), targets)) if classified and outputs.dim() > 1 else None
 
     def _sum_and_weight(self, value: Any, samples: int) -> tuple[Tensor, float]:
         if self.returns == COUNTED:

@@ -56,7 +56,7 @@ def loss_named(name: str) -> Loss:
     return LOSSES[name]
 
 
-def hits(outputs: Tensor, targets: Tensor) -> Tensor:
+def num_correct(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the number of samples classified correctly; of a sequence, the fraction of its positions.
 
     The result is a scalar on the device of the outputs.

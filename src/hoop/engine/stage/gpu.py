@@ -46,7 +46,7 @@ from hoop.engine.stage.autograd import AutogradStage, OnSegment, Stage, Views
 from hoop.engine.stage.device_state import DeviceState
 from hoop.engine.stage.provenance import mark
 from hoop.engine.stage.state import (
-    HITS,
+    CORRECT,
     LOSS,
     NO_METRICS,
     SAMPLES,
@@ -374,11 +374,11 @@ class GpuStageState(StageState):
         """Write and merge the tails of the shards computed so far, which exist in the arena only."""
         losses = self._numbers([metrics[0] for _, _, metrics in self._pending])
         tails = self.slots[:, self.layout.state :]
-        for (micro, fingerprint, (_, hits, samples)), loss in zip(self._pending, losses, strict=True):
+        for (micro, fingerprint, (_, correct, samples)), loss in zip(self._pending, losses, strict=True):
             slot_merge = self._slot_merges[micro]
             tail = tails[slot_merge.slot]
             tail[:] = 0
-            tail[LOSS], tail[HITS], tail[SAMPLES] = loss, hits, samples
+            tail[LOSS], tail[CORRECT], tail[SAMPLES] = loss, correct, samples
             if fingerprint:
                 mark(tail[TAIL:], micro % self._shards, self.device_id, fingerprint)
             for into, other in slot_merge.merges:

@@ -7,7 +7,7 @@ holds the contribution of one shard:
 
     parameters   the gradient
     buffers      the change of the buffers by the shard's forward (batch norm's running statistics)
-    tail         metrics (loss, hits, samples), stop and move requests, each rank's seconds per shard
+    tail         metrics (loss, correct answers, samples), stop and move requests, each rank's seconds per shard
     provenance   the device that computed the shard, and a fingerprint of its samples (``provenance.py``)
 
 One all-reduce sums all of it over the shards, in a fixed order. So buffers and metrics, like the gradient, do not
@@ -46,7 +46,7 @@ PAD = 64
 """Vectors are padded to a multiple of this many elements."""
 TAIL = 64
 """Number of elements of the tail."""
-LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
+LOSS, CORRECT, SAMPLES, STOP, MOVE = range(5)
 """Indices of elements of the tail. ``STOP`` and ``MOVE`` are more than 0 if a rank asks to stop, or to change the
 membership."""
 SPEED = 5
@@ -425,7 +425,7 @@ class StageState:
             deltas = self._buffer_deltas.pop(micro, None)
             slot.buffer_deltas[:] = 0 if deltas is None else deltas / np.float32(shards)
         slot.tail[:] = 0
-        slot.tail[LOSS], slot.tail[HITS], slot.tail[SAMPLES] = metrics
+        slot.tail[LOSS], slot.tail[CORRECT], slot.tail[SAMPLES] = metrics
         if fingerprint:
             self._mark_provenance(slot, micro, fingerprint)
         self.merge(micro, self.buckets[-1] if merged else 0, self.layout.total)
