@@ -43,7 +43,7 @@ class StrategyLike(Protocol):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RunTarget:
     """Where a run trains: on this machine, on a Ray cluster, or on a cluster of Hoop that is up."""
 
     devices: DeviceRange | None
@@ -64,7 +64,7 @@ class _Place:
         return self.ray is None and self.coordinator is None
 
 
-def _checked_place(on: Any, devices: Any, token: str | None, tls: str | os.PathLike[str] | None) -> _Place:
+def _parse_target(on: Any, devices: Any, token: str | None, tls: str | os.PathLike[str] | None) -> _RunTarget:
     """``on``: None, a ``hoop.Ray``, or the address of a coordinator."""
     count = DeviceRange.parse(devices) if devices is not None else None
     if isinstance(on, str):
@@ -73,11 +73,11 @@ def _checked_place(on: Any, devices: Any, token: str | None, tls: str | os.PathL
 
         given = token is not None or tls is not None
         credentials = find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None) if given else None
-        return _Place(count, coordinator=Addresses.parse(on), credentials=credentials)
+        return _RunTarget(count, coordinator=Addresses.parse(on), credentials=credentials)
     if token is not None or tls is not None:
         raise InvalidArgument("token, tls: they are for the cluster of on='HOST:PORT'; leave them out")
     if on is None:
-        return _Place(count)
+        return _RunTarget(count)
     from hoop.launch.ray_cluster import Ray
 
     if not isinstance(on, Ray):
@@ -86,10 +86,10 @@ def _checked_place(on: Any, devices: Any, token: str | None, tls: str | os.PathL
             "hoop.Ray(devices=…)"
         )
     ray = on.with_range(count or DeviceRange(DEFAULT_DEVICES))
-    return _Place(ray.range, ray)
+    return _RunTarget(ray.range, ray)
 
 
-def _checked_strategy(strategy: Any) -> str:
+def _parse_strategy(strategy: Any) -> str:
     spec = strategy if isinstance(strategy, str) else getattr(strategy, "spec", None)
     if not isinstance(spec, str):
         raise InvalidArgument(
@@ -99,7 +99,7 @@ def _checked_strategy(strategy: Any) -> str:
     return spec
 
 
-def _checked_folder(out: Any) -> Path | None:
+def _parse_folder(out: Any) -> Path | None:
     try:
         return None if out is None else Path(out)
     except TypeError:
@@ -123,7 +123,7 @@ def _check_effective(job: Job, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _try_parts(job: Job, settings: Settings, model: nn.Module, samples: int) -> None:
+def _try_optimizer(job: Job, settings: Settings, model: nn.Module, samples: int) -> None:
     """Makes the optimizer and the scheduler of a job, and a step: their mistakes are found before the first device."""
     from hoop.engine.custom.setup import check_parts
 
@@ -140,14 +140,14 @@ def _check_loader(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> Non
             )
 
 
-def _job(
+def _find_job(
     model: nn.Module | Callable[[int], nn.Module] | Job | str,
     data: Any,
     parts: JobParts,
     settings: Mapping[str, Any],
-    place: _Place,
+    target: _RunTarget,
 ) -> tuple[Job, str]:
-    """The job of a model, or the one that is given or named, and the name by which devices find it."""
+    """Returns the job of a model, or the one that is given or named, and the name by which devices find it."""
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.recipes import RECIPES
     from hoop.runs.job_objects import job_from
@@ -159,9 +159,9 @@ def _job(
                 f"data: {type(data).__name__} is for a model that is given here; a job has its own data "
                 "(dataclasses.replace makes another job of it)"
             )
-    if place.coordinator is not None and not isinstance(model, str):
+    if target.coordinator is not None and not isinstance(model, str):
         raise InvalidArgument(
-            f"on: the devices at {place.coordinator} are other processes, to which no object of this one can be sent; "
+            f"on: the devices at {target.coordinator} are other processes, to which no object of this one can be sent; "
             "name the job, hoop.train('my_job.py:job', on=…), and put the file into the devices' folder (hoop device "
             "--jobs)"
         )
@@ -175,8 +175,8 @@ def _job(
     return job, name
 
 
-def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
-    """The job with what trial calls have found out about its loss. Raises if it cannot be trained.
+def _try_job(job: Job, settings: Settings, target: _RunTarget, named: bool) -> Job:
+    """Returns the job with what trial calls have found out about its loss. Raises if it cannot be trained.
 
     ``named``: devices load it by its name, so this process makes no model of it.
     """
@@ -196,16 +196,18 @@ def _tried(job: Job, settings: Settings, place: _Place, named: bool) -> Job:
         model = None if named else build_model(job, settings.seed)
         job = with_criterion(job, loaded.train, settings.seed, model)
     if model is not None and isinstance(job.loss, CustomLoss):
-        trial = partial(_try_parts, job, settings, model, samples)
+        trial = partial(_try_optimizer, job, settings, model, samples)
         preload(optimizer=True)
-        call_in_child(trial, settings.timeout_s) if place.is_here else trial()
+        call_in_child(trial, settings.timeout_s) if target.is_here else trial()
     StepSchedule(settings, samples)  # raises if there is no step
-    check_faults(settings, place.first, samples)
+    check_faults(settings, target.first, samples)
     return job
 
 
-def _launch(settings: Settings, place: _Place, memory: int | str, folder: Path | None, resume: bool) -> Launch:
-    """Where and with what the job runs; with ``resume``, from the newest checkpoint in the folder."""
+def _make_launch(
+    settings: Settings, target: _RunTarget, memory: int | str, folder: Path | None, resume: bool
+) -> Launch:
+    """Returns where and with what the job runs; with ``resume``, from the newest checkpoint in the folder."""
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
 
     if resume and folder is None:
@@ -214,12 +216,12 @@ def _launch(settings: Settings, place: _Place, memory: int | str, folder: Path |
         raise FailedPrecondition(f"out: {folder} holds a run; go on with it by resume=True, or name another")
     launch = Launch(
         settings,
-        place.first,
+        target.first,
         parse_size(memory, "memory"),
         folder,
-        coordinator=place.coordinator,
-        credentials=place.credentials,
-        ray=place.ray,
+        coordinator=target.coordinator,
+        credentials=target.credentials,
+        ray=target.ray,
     )
     if resume and folder is not None:
         found = newest_checkpoint(folder)
@@ -298,9 +300,9 @@ def train(
 
     if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
         settings["optimizer"], optimizer = optimizer, None
-    place = _checked_place(on, devices, token, tls)
-    check_restarts(max_restarts, place.coordinator or place.ray)
-    spec, folder = _checked_strategy(strategy), _checked_folder(out)
+    target = _parse_target(on, devices, token, tls)
+    check_restarts(max_restarts, target.coordinator or target.ray)
+    spec, folder = _parse_strategy(strategy), _parse_folder(out)
     called = check_callbacks(callbacks)
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
@@ -315,20 +317,20 @@ def train(
         collate_fn=collate_fn,
         num_workers=num_workers,
     )
-    job, name = _job(model, data if test_data is None else TrainAndTest(data, test_data), parts, settings, place)
+    job, name = _find_job(model, data if test_data is None else TrainAndTest(data, test_data), parts, settings, target)
     _check_effective(job, settings)
-    limit = {"max_devices": place.devices.most} if place.devices is not None and place.devices.most else {}
+    limit = {"max_devices": target.devices.most} if target.devices is not None and target.devices.most else {}
     wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
-    if place.is_here and place.devices is None:
-        place = replace(place, devices=DeviceRange(default_device_count(wanted).devices))
-    check_replicas(wanted.replicas, place.first)
+    if target.is_here and target.devices is None:
+        target = replace(target, devices=DeviceRange(default_device_count(wanted).devices))
+    check_replicas(wanted.replicas, target.first)
     named = isinstance(model, str)
-    job = _tried(job, wanted, place, named)
-    launch = replace(_launch(wanted, place, memory, folder, resume), max_restarts=max_restarts)
+    job = _try_job(job, wanted, target, named)
+    launch = replace(_make_launch(wanted, target, memory, folder, resume), max_restarts=max_restarts)
     if not named:
         INHERITED.append(job)
-        launch = replace(launch, job=job if place.ray is not None else None)
-    if place.coordinator is not None and devices is None:
+        launch = replace(launch, job=job if target.ray is not None else None)
+    if target.coordinator is not None and devices is None:
         launch = replace(launch, devices=None)  # all that are there
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
         weights = Path(scratch) / "weights.safetensors"
