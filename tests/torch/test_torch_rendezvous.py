@@ -22,7 +22,7 @@ from world import LONG_S
 from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged
 from hoop.torch_backend import rendezvous
 from hoop.torch_backend.errors import GroupError
-from hoop.torch_backend.rendezvous import HOST, PLACE, GroupRound
+from hoop.torch_backend.rendezvous import ADDRESSES, HOST, GroupRound
 
 TIMEOUT = timedelta(seconds=10 * LONG_S)
 
@@ -156,7 +156,7 @@ def test_a_rank_follows_the_others_to_a_newer_round(monkeypatch: pytest.MonkeyPa
 
     def exchange_twice(name: str, store: Any, rank: int, size: int, *_: Any) -> list[list[str]]:
         one = GroupRound(name, store, rank, range(size), TIMEOUT)
-        return [one.exchange(HOST, f"host of {rank}"), one.exchange(PLACE, f"place of {rank}")]
+        return [one.exchange(HOST, f"host of {rank}"), one.exchange(ADDRESSES, f"addresses of {rank}")]
 
     monkeypatch.setattr(rendezvous, "_connect_in_round", exchange_twice)
     monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.001)
@@ -170,7 +170,7 @@ def test_a_rank_follows_the_others_to_a_newer_round(monkeypatch: pytest.MonkeyPa
         in_thread(lambda rank=rank: rendezvous.connect_group("g", store, rank, 2, range(2), TIMEOUT))  # type: ignore[misc]
         for rank in (0, 1)
     ]
-    expected = [["host of 0", "host of 1"], ["place of 0", "place of 1"]]
+    expected = [["host of 0", "host of 1"], ["addresses of 0", "addresses of 1"]]
     assert [rank.result(LONG_S) for rank in ranks] == [expected, expected]
 
 
@@ -198,7 +198,7 @@ def start_rank_0_on(store: Any, host: str, has_token: bool = False) -> Future[An
         peer = GroupRound("g", store, 0, range(2), TIMEOUT)
         found = [json.loads(one)[1] for one in peer.exchange(HOST, json.dumps([host, has_token]))]
         rendezvous._check_tokens(peer, found)
-        peer.exchange(PLACE, "1")
+        peer.exchange(ADDRESSES, "1")
 
     return in_thread(rank_0)
 

@@ -45,38 +45,38 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """The number of this process in the run."""
-    return current().place.rank
+    return current().rank_info.rank
 
 
 def size() -> int:
     """The number of processes of the run."""
-    return current().place.size
+    return current().rank_info.size
 
 
 def local_rank() -> int:
     """The number of this process among those of this host: the GPU that it should use."""
-    return current().place.local_rank
+    return current().rank_info.local_rank
 
 
 def local_size() -> int:
     """The number of processes on this host."""
-    return current().place.local_size
+    return current().rank_info.local_size
 
 
 def cross_rank() -> int:
     """The number of this host."""
-    return current().place.cross_rank
+    return current().rank_info.cross_rank
 
 
 def cross_size() -> int:
     """The number of hosts."""
-    return current().place.cross_size
+    return current().rank_info.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    place = current().place
-    return place.size == place.local_size * place.cross_size
+    info = current().rank_info
+    return info.size == info.local_size * info.cross_size
 
 
 def mpi_threads_supported() -> bool:

@@ -1,4 +1,4 @@
-"""This process's place in the run, from ``hvd.init`` to ``hvd.shutdown``: rank, group, store.
+"""This process's part in the run, from ``hvd.init`` to ``hvd.shutdown``: rank, group, store.
 
 The processes of a run are found in the environment, in this order:
 
@@ -38,7 +38,7 @@ _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Rank and size of this process in the run and on its host (local), and of its host among all hosts (cross)."""
 
     rank: int = 0
@@ -56,7 +56,7 @@ class Context:
         self._environ = environ
         self.rendezvous: RendezvousClient | None = None
         """Connection to the launcher of an elastic run; None in other runs."""
-        self.place = Place()
+        self.rank_info = RankInfo()
         self.generation = 0
         """Number of times that the group was made again."""
         self._owns_group = not dist.is_initialized()
@@ -66,7 +66,7 @@ class Context:
             if BACKEND not in dist.Backend.backend_list:  # PyTorch's autoloading of backends is off
                 autoload.register()
             self._connect()
-        self.ledger = JoinLedger(self.store, self.place.rank, self.place.size)
+        self.ledger = JoinLedger(self.store, self.rank_info.rank, self.rank_info.size)
 
     @property
     def store(self) -> Any:
@@ -83,7 +83,7 @@ class Context:
             rank, size = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
             self._make_group(None, rank, size)
             local_size = _whole(environ, "LOCAL_WORLD_SIZE", size)
-            self.place = _place(rank, size, _whole(environ, "LOCAL_RANK", rank % local_size), local_size)
+            self.rank_info = _rank_info(rank, size, _whole(environ, "LOCAL_RANK", rank % local_size), local_size)
         else:
             meet = environ.get("HOOP_MEET")
             try:
@@ -99,7 +99,7 @@ class Context:
                 point = found.meeting_point
                 store = _tcp_store(point.host, point.port, found.rank == 0, self._start_timeout())
                 self._make_group(store, found.rank, found.world_size)
-                self.place = _place(found.rank, found.world_size, found.local_rank, found.local_world_size)
+                self.rank_info = _rank_info(found.rank, found.world_size, found.local_rank, found.local_world_size)
 
     def _join_round(self, has_state: bool) -> None:
         """Waits for a round of the launcher and makes its group; again, if a rank is lost meanwhile."""
@@ -119,7 +119,7 @@ class Context:
                 continue
             except RunEnded:
                 raise SystemExit(0) from None  # the other ranks have finished the work
-            self.place = _place(found.rank, found.size, found.rank, found.size)
+            self.rank_info = _rank_info(found.rank, found.size, found.rank, found.size)
             return
 
     def _make_group(self, store: Any, rank: int, size: int, timeout_s: float | None = None) -> None:
@@ -142,7 +142,7 @@ class Context:
             )
         rank, size = dist.get_rank(), dist.get_world_size()
         local_size = _whole(self._environ, "LOCAL_WORLD_SIZE", size)
-        self.place = _place(rank, size, _whole(self._environ, "LOCAL_RANK", rank % local_size), local_size)
+        self.rank_info = _rank_info(rank, size, _whole(self._environ, "LOCAL_RANK", rank % local_size), local_size)
 
     # ---- ending it
 
@@ -155,7 +155,7 @@ class Context:
         self._destroy_group()
         self._join_round(has_state=True)
         self.generation += 1
-        self.ledger = JoinLedger(self.store, self.place.rank, self.place.size)
+        self.ledger = JoinLedger(self.store, self.rank_info.rank, self.rank_info.size)
 
     def _destroy_group(self) -> None:
         if dist.is_initialized():
@@ -174,10 +174,10 @@ def _tcp_store(host: str, port: int, is_server: bool, timeout_s: float) -> Any:
     return dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _place(rank: int, size: int, local_rank: int, local_size: int) -> Place:
+def _rank_info(rank: int, size: int, local_rank: int, local_size: int) -> RankInfo:
     """Hosts are taken to have equally many ranks, numbered host by host, as launchers do."""
     hosts = -(-size // local_size)
-    return Place(rank, size, local_rank, local_size, min(rank // local_size, hosts - 1), hosts)
+    return RankInfo(rank, size, local_rank, local_size, min(rank // local_size, hosts - 1), hosts)
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -202,7 +202,7 @@ def take_part(call: Call) -> None:
             reduction = Reduction[call.reduction]
             wait(start_reduce_scatter(everyone, _neutral(call, reduction), reduction)[0])
         case Kind.BROADCAST:
-            if call.root == current().place.rank:
+            if call.root == current().rank_info.rank:
                 raise InvalidArgument(f"broadcast from rank {call.root}, which has joined (hvd.join)")
             wait(start_broadcast(everyone, _neutral(call), call.root))
         case Kind.ALL_GATHER:

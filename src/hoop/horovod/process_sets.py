@@ -29,7 +29,7 @@ class ProcessSet:
         if self.process_set_id is None:
             raise FailedPrecondition(f"process_set: {self} is not registered; call hvd.add_process_set on every rank")
         if not self.included():
-            raise InvalidArgument(f"process_set: rank {current().place.rank} is not one of {self}")
+            raise InvalidArgument(f"process_set: rank {current().rank_info.rank} is not one of {self}")
         return self._group
 
     @property
@@ -43,12 +43,12 @@ class ProcessSet:
     def rank(self) -> int:
         """The number of this process among its ranks."""
         if not self.included():
-            raise InvalidArgument(f"process_set: rank {current().place.rank} is not one of {self}")
-        return self._members().index(current().place.rank)
+            raise InvalidArgument(f"process_set: rank {current().rank_info.rank} is not one of {self}")
+        return self._members().index(current().rank_info.rank)
 
     def included(self) -> bool:
         """Whether this process is one of its ranks."""
-        return current().place.rank in self._members()
+        return current().rank_info.rank in self._members()
 
     def _members(self) -> Sequence[int]:
         assert self.ranks is not None
@@ -77,7 +77,7 @@ class _GlobalProcessSet(ProcessSet):
         return True
 
     def _members(self) -> Sequence[int]:
-        return range(current().place.size)
+        return range(current().rank_info.size)
 
 
 global_process_set = _GlobalProcessSet()
@@ -91,7 +91,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.process_set_id is not None:
         raise InvalidArgument(f"process_set: {added} is registered already")
-    size = current().place.size
+    size = current().rank_info.size
     wrong = [rank for rank in added._members() if not 0 <= rank < size]
     if wrong or not added._members():
         raise InvalidArgument(f"ranks: {added.ranks} is no list of ranks in 0..{size - 1}")

@@ -2,8 +2,8 @@
 
 They exchange two values in a ``GroupRound``:
 
-    host     the host key of a rank: equal keys mean one host; and whether the rank has a token
-    place    communicator number (rank 0's is used), addresses for collectives and for messages
+    host         the host key of a rank: equal keys mean one host; and whether the rank has a token
+    addresses    communicator number (rank 0's is used), addresses for collectives and for messages
 
 All groups of a process share its listeners. A ``GroupRound`` is one round in the store: the ranks join, exchange
 values, and all learn at once what is wrong.
@@ -15,7 +15,7 @@ keys of its own):
     <round>/process/<rank>       the process that joined as this rank
     <round>/joined, left         how many ranks have joined, and how many of them have read an error
     <round>/members              the global ranks of the group, by the first rank that joined
-    <round>/<exchange>/<rank>    the value of this rank: of "host", then of "place"
+    <round>/<exchange>/<rank>    the value of this rank: of "host", then of "addresses"
     <round>/<exchange>/count     how many ranks have published theirs
     <round>/<exchange>/outcome   COMPLETE when all have, or an error; the first one written stays, for all ranks
 
@@ -56,7 +56,7 @@ SAME_HOST_TRANSPORT = "shm"
 tcp, or hybrid where some ranks share a host. Messages always use tcp."""
 GENERATION = 1
 LOOPBACK = "127.0.0.1"
-HOST, PLACE = "host", "place"
+HOST, ADDRESSES = "host", "addresses"
 """The exchanges of a round, in their order."""
 COMPLETE = "complete"
 LOOK_SECONDS = 0.5
@@ -121,7 +121,8 @@ class GroupRound:
     def fail(self, kind: type[HoopError], reason: str) -> HoopError:
         """Makes the ranks that are in this round, or come to it, raise ``reason``; returns this rank's own error."""
         with contextlib.suppress(RuntimeError):  # the store is gone: this rank's own error says more
-            for exchange in (PLACE, HOST):  # the last first: ranks that read the error may end, and the store with them
+            # The last one first: ranks that read the error may end, and the store with them.
+            for exchange in (ADDRESSES, HOST):
                 self._store.compare_set(self._key(exchange, "outcome"), "", reason)
         self._leave()
         return torch_error(kind, f"rank {self._rank}: {self._label} cannot be made: {reason}")
@@ -283,12 +284,12 @@ def _connect_in_round(
         kind = type(error) if isinstance(error, HoopError) else FailedPrecondition
         raise group_round.fail(kind, f"rank {rank} cannot open its links: {error}") from error
     try:
-        place = " ".join([str(secrets.randbits(62)), *(str(transport.address) for transport in transports)])
-        places = [text.split() for text in group_round.exchange(PLACE, place)]
-        communicator = 2 * int(places[0][0])
+        own = " ".join([str(secrets.randbits(62)), *(str(transport.address) for transport in transports)])
+        published = [text.split() for text in group_round.exchange(ADDRESSES, own)]
+        communicator = 2 * int(published[0][0])
         endpoints: list[Endpoint] = []
         for index, transport in enumerate(transports):
-            peers = [Address.parse(place[1 + index]) for place in places]
+            peers = [Address.parse(one[1 + index]) for one in published]
             if isinstance(transport, HybridTransport):
                 shared = [host if _shares_memory(host) else None for host in hosts]
                 endpoints.append(transport.endpoint(communicator + index, GENERATION, rank, peers, shared))

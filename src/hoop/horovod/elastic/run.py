@@ -36,7 +36,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             except HorovodInternalError as error:
                 if current().rendezvous is None:
                     raise
-                log.warning("rank %d: %s; going back to the last commit", current().place.rank, error)
+                log.warning("rank %d: %s; going back to the last commit", current().rank_info.rank, error)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as update:
