@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from hoop.errors import MembershipChanged
 from hoop.membership import events as m
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 from hoop.membership.journal import communicator_record, lost_record
 from hoop.membership.state import Health, Member, OperationOutcome, State
 

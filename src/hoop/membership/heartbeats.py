@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hoop.errors import InvalidArgument
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hoop.errors import PeerLost
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 from hoop.membership.job_messages import (
     Assign,
     Assigned,

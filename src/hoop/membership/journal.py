@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from hoop.files import FileLock, atomic_write, remove_partial_files
 from hoop.membership import events as m
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, OperationOutcome, State, with_job
 from hoop.texts import parse_json, printable

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hoop.membership import events as m
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 from hoop.membership.journal import communicator_record
 from hoop.membership.state import RELINK_WINDOW_S, CommunicatorState, Health, LinkFaults, OperationOutcome, State
 

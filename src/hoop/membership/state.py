@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hoop.errors import NotFound
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
 from hoop.topology import DeviceInfo
 

@@ -28,7 +28,7 @@ from hoop import environment
 from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from hoop.membership import events as m
 from hoop.membership import failure_detector, link_faults
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 from hoop.membership.heartbeats import HeartbeatHistory
 from hoop.membership.journal import communicator_record, job_record, joined_record, lost_record
 from hoop.membership.reachability import describe_failures, without_device

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hoop.errors import MembershipChanged
-from hoop.membership.copies import replace
+from hoop.membership.fast_replace import replace
 
 
 class NextStep(StrEnum):

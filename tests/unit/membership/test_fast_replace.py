@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from roster import CONFIG, NOW, device
 
-from hoop.membership import copies
+from hoop.membership import fast_replace
 from hoop.membership.heartbeats import HeartbeatHistory
 from hoop.membership.job_membership import JobView
 from hoop.membership.state import State
@@ -26,7 +26,7 @@ CHANGES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("one", "changes"), CHANGES, ids=lambda value: type(value).__name__)
 def test_a_copy_equals_that_of_the_standard_library(one: Any, changes: dict[str, Any]) -> None:
     before = dict(vars(one))
-    copy = copies.replace(one, **changes)
+    copy = fast_replace.replace(one, **changes)
     assert type(copy) is type(one)
     assert copy == dataclasses.replace(one, **changes)
     assert list(vars(copy)) == list(before)
@@ -39,9 +39,9 @@ def test_a_copy_equals_that_of_the_standard_library(one: Any, changes: dict[str,
 def test_an_unknown_field_is_refused() -> None:
     fields: dict[str, Any] = {"stoped": 3}
     with pytest.raises(TypeError, match="a TaskRanks cannot be copied with stoped"):
-        copies.replace(TaskRanks(), **fields)
+        fast_replace.replace(TaskRanks(), **fields)
 
 
 def test_a_class_that_checks_its_fields_is_refused() -> None:
     with pytest.raises(TypeError, match="a DetectorConfig cannot be copied with lease_s"):
-        copies.replace(CONFIG, lease_s=-1.0)
+        fast_replace.replace(CONFIG, lease_s=-1.0)
