@@ -662,7 +662,7 @@ class Run:
                 case m.Stop():
                     for number in instruction.members:
                         self._abort(number, instruction.generation)
-                case m.Announce("device_joined" | "device_forgiven"):
+                case m.Announce("device_joined" | "eviction_ended"):
                     arrived.append(int(str(instruction.fields["device"])))
                 case _:
                     pass
@@ -832,7 +832,7 @@ class Run:
         self.call(number, start, answered)
 
     def _link_reported(self, generation: int, number: int, peer: int) -> None:
-        self.on_coordinator_now(lambda: self._apply(m.Complained(JOB, generation, number, peer, self.now)))
+        self.on_coordinator_now(lambda: self._apply(m.LinkFailureReported(JOB, generation, number, peer, self.now)))
 
     # ---- events of tasks
 

@@ -199,7 +199,7 @@ def test_a_device_that_loads_a_job_is_not_dead_while_it_sends_heartbeats(monkeyp
         monkeypatch.setattr(job_supervisor, "time", clock)
         cluster, alive = Cluster([1, 2], [1, 2]), []
         coordinator = cluster.coordinator
-        cluster.job.excuse([2])
+        cluster.job.suspend_heartbeats([2])
 
         def advance(seconds: float, *senders: int) -> None:
             nonlocal now

@@ -75,7 +75,7 @@ class Drained:
 
 
 @dataclass(frozen=True)
-class Excused:
+class HeartbeatSuspended:
     """These devices may send no heartbeat before ``until``. Their lease begins then."""
 
     device_ids: tuple[int, ...]
@@ -99,7 +99,7 @@ class LinksChecked:
 
 
 @dataclass(frozen=True)
-class Complained:
+class LinkFailureReported:
     """Device ``device_id`` reports that its link to ``peer_id`` failed, at a generation of their communicator."""
 
     communicator_id: int
@@ -203,10 +203,10 @@ MembershipEvent = (
     | Probed
     | Left
     | Drained
-    | Excused
+    | HeartbeatSuspended
     | Tick
     | LinksChecked
-    | Complained
+    | LinkFailureReported
     | LinkWorked
     | Readmitted
     | Created

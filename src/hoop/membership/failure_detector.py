@@ -117,7 +117,7 @@ def end_isolation(state: State, now: float) -> State:
     for key, one in state.members.items():
         if one.usable:
             heartbeats = one.heartbeats.discount_pause(silence, now)
-            heartbeats = replace(heartbeats, excused_until=max(heartbeats.excused_until, now + grace))
+            heartbeats = replace(heartbeats, suspended_until=max(heartbeats.suspended_until, now + grace))
             members[key] = replace(one, heartbeats=heartbeats)
     return replace(state, members=members)
 

@@ -49,7 +49,7 @@ class HeartbeatHistory:
     last_heartbeat: float
     calls: tuple[bool, ...] = field(default=())
     """Outcomes of the last ``window`` calls, oldest first; True: the device answered."""
-    excused_until: float = 0.0
+    suspended_until: float = 0.0
     """Time before which silence does not count: the device loads a job, which may delay its heartbeats."""
     first_heartbeat_until: float = 0.0
     """Deadline of the first heartbeat; 0 once it was received."""
@@ -74,7 +74,7 @@ class HeartbeatHistory:
 
     def silence_verdict(self, now: float, config: DetectorConfig) -> str:
         """Why the device is dead by its silence; empty if it is not."""
-        silent = now - max(self.last_heartbeat, self.excused_until)
+        silent = now - max(self.last_heartbeat, self.suspended_until)
         if silent <= config.lease_s or now <= self.first_heartbeat_until:
             return ""
         if self.first_heartbeat_until:

@@ -27,7 +27,7 @@ FRESH = 1 / 3
 fault."""
 
 
-def on_complained(state: State, event: m.Complained) -> m.Result:
+def on_link_failure_reported(state: State, event: m.LinkFailureReported) -> m.Result:
     one = state.communicators.get(event.communicator_id)
     if one is None or one.generation != event.generation or one.broken_by:
         return state, ()
@@ -125,7 +125,7 @@ def _lift_evictions(state: State, communicator_id: int, devices: list[int]) -> m
     left = {key: until for key, until in faults.evicted_until.items() if key not in over}
     news = tuple(
         m.Announce(
-            "device_forgiven",
+            "eviction_ended",
             f"communicator {communicator_id}: device {key} may come back",
             {"communicator": communicator_id, "device": key},
         )

@@ -11,10 +11,11 @@ probe a device, abort the operations of a communicator. An event that is not all
     Probed                                      a refused connection makes a suspect dead
     Left                                        the device is gone; its communicators are broken
     Drained                                     the device gets no new work, or does again
-    Excused                                     silence of these devices does not count until a given time
+    HeartbeatSuspended                          silence of these devices does not count until a given time
     Tick                                        expired leases make devices dead; link faults are decided on
     LinksChecked                                connections that fail, or work again, are announced (``reachability``)
-    Complained, LinkWorked, Readmitted          links between devices that are alive fail: new links, or an eviction
+    LinkFailureReported, LinkWorked,            links between devices that are alive fail: new links, or an eviction,
+    Readmitted                                  which may end early
     Created, Rebuilt, Finalized, Destroyed      life of a communicator; each rebuild begins a new generation
     Started, Finished                           an operation on a communicator; a failure begins a new generation
     JobStarted, JobEnded                        a job on the communicator with the same id
@@ -64,16 +65,16 @@ def step(state: State, event: m.MembershipEvent) -> m.Result:
             return _on_left(state, event)
         case m.Drained():
             return _on_drained(state, event)
-        case m.Excused():
-            return _on_excused(state, event), ()
+        case m.HeartbeatSuspended():
+            return _on_heartbeat_suspended(state, event), ()
         case m.Tick():
             state, first = failure_detector.check_leases(state, event.now)
             state, then = link_faults.decide_link_faults(state, event.now)
             return state, first + then
         case m.LinksChecked():
             return _on_links_checked(state, event)
-        case m.Complained():
-            return link_faults.on_complained(state, event)
+        case m.LinkFailureReported():
+            return link_faults.on_link_failure_reported(state, event)
         case m.LinkWorked():
             return link_faults.on_link_worked(state, event.communicator_id, event.generation)
         case m.Readmitted():
@@ -161,9 +162,9 @@ def _on_drained(state: State, event: m.Drained) -> m.Result:
     return state.with_member(member), (m.device_event(kind, member, what),)
 
 
-def _on_excused(state: State, event: m.Excused) -> State:
+def _on_heartbeat_suspended(state: State, event: m.HeartbeatSuspended) -> State:
     for member in (state.members[key] for key in event.device_ids if key in state.members):
-        heartbeats = replace(member.heartbeats, excused_until=event.until)
+        heartbeats = replace(member.heartbeats, suspended_until=event.until)
         state = state.with_member(replace(member, heartbeats=heartbeats))
     return state
 

@@ -262,7 +262,7 @@ class Coordinator:
         self.state = self._journal.state
         if waited:
             usable = tuple(key for key, one in self.state.members.items() if one.usable)
-            self.apply(m.Excused(usable, time.monotonic() + REDISCOVERY_S))
+            self.apply(m.HeartbeatSuspended(usable, time.monotonic() + REDISCOVERY_S))
 
     async def wait_leadership_lost(self) -> None:
         """Waits until another coordinator owns the journal, and raises ``PeerLost``."""

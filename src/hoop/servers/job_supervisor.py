@@ -101,7 +101,7 @@ class JobSupervisor:
 
     def _on_cluster_change(self) -> None:
         """The cluster's state changed, or time passed."""
-        self._excuse_again()
+        self._suspend_heartbeats_again()
         if not self.view.over:
             self.handle(jm.JobTick())
             self._announce_first_load(time.monotonic())
@@ -110,8 +110,8 @@ class JobSupervisor:
         """A device joined the cluster, its eviction ended, or others can connect to it: the job may invite it."""
         if self.view.over:
             return
-        forgiven = event.kind == "device_forgiven" and event.fields["communicator"] == str(self.record.id)
-        if event.kind == "device_joined" or forgiven:
+        readmitted = event.kind == "eviction_ended" and event.fields["communicator"] == str(self.record.id)
+        if event.kind == "device_joined" or readmitted:
             self.handle(jm.DeviceArrived(int(event.fields["device"])))
         elif event.kind == "device_reachable":
             for device_id in _devices_of(event):
@@ -129,7 +129,7 @@ class JobSupervisor:
         one = self._coordinator.state.communicators.get(self.record.id)
         if one is not None and peer_id:
             self._coordinator.apply(
-                m.Complained(
+                m.LinkFailureReported(
                     communicator_id=self.record.id,
                     generation=generation,
                     device_id=device_id,
@@ -250,7 +250,7 @@ class JobSupervisor:
     async def _invite(self, device_id: int) -> None:
         """Asks a device to load code and data alone. It emits ``ready`` when it can take a rank."""
         record, info = self.record, self._coordinator.state.member(device_id).info
-        self.excuse([device_id])
+        self.suspend_heartbeats([device_id])
         alone = pb.RankAssignment(
             communicator_id=record.id | 1 << 62, generation=1, rank=0, members=[device_message(info)]
         )
@@ -285,24 +285,24 @@ class JobSupervisor:
         self._coordinator.events.publish("job_not_joined", reason, job=self.record.id, device=device_id)
         self.record.emit(ev.Refused(device_id, reason))
 
-    def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
-        """Excuses devices from heartbeats while they load PyTorch and data, which may block Python for long.
+    def suspend_heartbeats(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
+        """Lets devices send no heartbeat while they load PyTorch and data, which may block Python for long.
 
-        Each heartbeat excuses a device for as long again: on a loaded machine loading may take minutes. ``seconds`` 0:
+        Each heartbeat begins that time again: on a loaded machine loading may take minutes. ``seconds`` 0:
         they have loaded. Each has a full lease from now on, as its last heartbeat may be old.
         """
         self._loading = self._loading | set(device_ids) if seconds else self._loading - set(device_ids)
-        self._coordinator.apply(m.Excused(tuple(device_ids), time.monotonic() + seconds))
+        self._coordinator.apply(m.HeartbeatSuspended(tuple(device_ids), time.monotonic() + seconds))
 
-    def _excuse_again(self) -> None:
-        """Excuses the devices that still load the job, from their last heartbeat on."""
+    def _suspend_heartbeats_again(self) -> None:
+        """Suspends the heartbeats of the devices that still load the job, from their last heartbeat on."""
         if not self.view.finding:
             self._loading &= set(self.view.tasks)
         for device_id in self._loading & self._coordinator.state.members.keys():
             heartbeats = self._coordinator.state.members[device_id].heartbeats
             until = heartbeats.last_heartbeat + LOADING_S
-            if until > heartbeats.excused_until:
-                self._coordinator.apply(m.Excused((device_id,), until))
+            if until > heartbeats.suspended_until:
+                self._coordinator.apply(m.HeartbeatSuspended((device_id,), until))
 
     def _announce_first_load(self, now: float) -> None:
         """Announces, now and then, that the first ranks load the job: the first step needs all of them."""

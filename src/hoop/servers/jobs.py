@@ -99,7 +99,7 @@ class Jobs:
         one = await self._operations.create(taken, 0)
         job = JobRecord(one, settings)
         supervisor = JobSupervisor(self._coordinator, job, self._watch_task)
-        supervisor.excuse(one.members)
+        supervisor.suspend_heartbeats(one.members)
 
         def request(rank: int) -> pb.StartTaskRequest:
             assignment = rank_assignment_message(self._coordinator, one, rank)
@@ -181,7 +181,7 @@ class Jobs:
                 generations = [task.generation for task in answer.tasks if task.job_id == job.id]
             for generation in generations:
                 if device_id not in one.members:
-                    supervisor.excuse([device_id])
+                    supervisor.suspend_heartbeats([device_id])
                 self._watch_task(job, device_id)
                 incarnation = self._coordinator.state.members[device_id].info.incarnation
                 supervisor.handle(jm.TaskFound(device_id, incarnation, generation))
@@ -283,7 +283,7 @@ class Jobs:
                 supervisor.handle(jm.TaskWaiting(device_id, incarnation, event.generation, event.lacks, event.error))
                 return
             case ev.Loaded():
-                supervisor.excuse([device_id], 0.0)
+                supervisor.suspend_heartbeats([device_id], 0.0)
                 return
             case ev.Ready() as event if not member:
                 if refusal := job.refusal(info, event):
@@ -291,7 +291,7 @@ class Jobs:
                     return
                 if rounding := job.rounding(info, event):
                     job.emit(rounding)
-                supervisor.excuse([device_id], 0.0)  # a device that was only unreachable loads nothing
+                supervisor.suspend_heartbeats([device_id], 0.0)  # a device that was only unreachable loads nothing
                 supervisor.handle(jm.TaskReady(device_id, incarnation))
             case ev.Resized() | ev.Recovered() as event:
                 self._count_pause(job, event)

@@ -235,7 +235,7 @@ class LinkDiagnosis:
         try:
             if stall.connecting or await self._lost_bytes(stall, device_id, peer):
                 self._coordinator.apply(
-                    m.Complained(
+                    m.LinkFailureReported(
                         communicator_id=stall.job_id,
                         generation=stall.generation,
                         device_id=device_id,

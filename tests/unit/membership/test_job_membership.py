@@ -72,7 +72,7 @@ def test_ranks_that_wait_for_an_unknown_reason_are_reassigned_with_backoff() -> 
 
 def test_a_task_that_left_an_older_generation_causes_no_new_assignment() -> None:
     job = Job(1, 2)
-    job.carry_out(job.update_cluster(m.Complained(1, 1, 1, 2, NOW), m.Tick(NOW + 0.3), m.Tick(NOW + 0.5))[0])
+    job.carry_out(job.update_cluster(m.LinkFailureReported(1, 1, 1, 2, NOW), m.Tick(NOW + 0.3), m.Tick(NOW + 0.5))[0])
     before = job.view
     job.handle(jm.TaskWaiting(1, "a", 1))
     assert job.view == before
@@ -110,7 +110,7 @@ def make_arenas_persistent(job: Job) -> None:
 def evict_device_2(job: Job) -> None:
     """Devices 1 and 2 cannot reach each other, even over new links, so device 2 is evicted."""
     for _ in range(2):
-        complaint = m.Complained(1, job.generation, 1, 2, job.now)
+        complaint = m.LinkFailureReported(1, job.generation, 1, 2, job.now)
         beats = [m.Heartbeat(key, "a", job.now + 0.4) for key in job.state.members]
         (assign,) = job.update_cluster(complaint, *beats, m.Tick(job.now + 0.5))
         job.now += 0.5

@@ -15,8 +15,8 @@ DECISION_S = CONFIG.lease_s / 6
 THREE = after(cluster(1, 2, 3), m.Created((1, 2, 3)))
 
 
-def complaint(state: State, device_id: int, peer_id: int, now: float) -> m.Complained:
-    return m.Complained(1, state.communicator(1).generation, device_id, peer_id, now)
+def complaint(state: State, device_id: int, peer_id: int, now: float) -> m.LinkFailureReported:
+    return m.LinkFailureReported(1, state.communicator(1).generation, device_id, peer_id, now)
 
 
 def tick(state: State, now: float) -> tuple[State, tuple[m.MembershipInstruction, ...]]:
@@ -108,9 +108,9 @@ def test_complaints_of_old_generations_unknown_devices_and_oneself_are_ignored()
     state = rebuilt(THREE)
     for ignored in (
         old,
-        m.Complained(1, 2, 1, 9, NOW),
-        m.Complained(1, 2, 1, 1, NOW),
-        m.Complained(7, 1, 1, 2, NOW),
+        m.LinkFailureReported(1, 2, 1, 9, NOW),
+        m.LinkFailureReported(1, 2, 1, 1, NOW),
+        m.LinkFailureReported(7, 1, 1, 2, NOW),
     ):
         assert step(state, ignored) == (state, ())
     _, instructions = tick(after(THREE, old, m.Rebuilt(1)), NOW + 1)
@@ -132,7 +132,7 @@ def test_a_second_eviction_lasts_twice_as_long() -> None:
         state, instructions = tick(state, end - 1)
         assert instructions == ()
         state, instructions = tick(state, end)
-        assert announced(instructions) == ["device_forgiven"]
+        assert announced(instructions) == ["eviction_ended"]
         state = after(state, m.Rebuilt(1, joining=(2,)))
         assert state.communicator(1).members == (1, 3, 2)
 

@@ -131,7 +131,7 @@ class Membership(RuleBasedStateMachine):
             shortest_silence = min((self.now - one.last_heartbeat for one in histories), default=0.0)
             for one in histories:
                 allowed = CONFIG.first_heartbeat_s if one.first_heartbeat_until else CONFIG.lease_s
-                silent = self.now - max(one.last_heartbeat, one.excused_until)
+                silent = self.now - max(one.last_heartbeat, one.suspended_until)
                 assert silent <= allowed or shortest_silence > CONFIG.lease_s / 2
 
     @rule(members=st.lists(device_ids, max_size=4).map(tuple))
@@ -161,7 +161,7 @@ class Membership(RuleBasedStateMachine):
         communicator_id = self.picked(pick)
         one, before = self.state.communicators.get(communicator_id), self.state
         generation = self.generations.get(communicator_id, 1) - late
-        self.send(m.Complained(communicator_id, generation, accuser, peer, self.now))
+        self.send(m.LinkFailureReported(communicator_id, generation, accuser, peer, self.now))
         if one is None or generation != one.generation or not {accuser, peer} <= set(one.members):
             assert self.state == before, "a complaint of another generation or of a non-member had an effect"
 
@@ -185,7 +185,7 @@ class Membership(RuleBasedStateMachine):
             self.send(m.Rebuilt(chosen.id))
         for _ in range(2):
             one = self.state.communicators[chosen.id]
-            self.send(m.Complained(one.id, one.generation, low, high, self.now))
+            self.send(m.LinkFailureReported(one.id, one.generation, low, high, self.now))
             for _ in range(4):
                 self.now += CONFIG.heartbeat_s
                 self.send_all_heartbeats()
