@@ -1,7 +1,7 @@
 """Commit records: which step of which run a set of arena buffers holds. A restarted rank reads them.
 
     0      8        12       16
-    | step | crc-32 | length | JSON: the run, the boot, which bytes of which buffers |          buffer "….claim"
+    | step | crc-32 | length | JSON: the run, the boot, which bytes of which buffers |          buffer "….commit"
 
 The step is one 8-byte word. The writer sets it to -1 before it changes the buffers, and to the step afterwards. A
 killed process leaves its stores in program order, so a step >= 0 means that the buffers are complete. No checksum
@@ -20,7 +20,8 @@ from typing import Any
 
 from hoop.memory.arena import Arena
 
-SUFFIX = ".claim"
+SUFFIX = ".commit"
+"""End of the name of a record's buffer."""
 NO_STEP = -1
 """Step of a record whose buffers are being written or were never written."""
 _STEP = struct.Struct("<q")

@@ -61,7 +61,7 @@ def test_the_newest_complete_state_is_found(arena: Arena) -> None:
 
 def test_a_state_that_was_being_written_is_not_loaded(arena: Arena) -> None:
     store_states(arena, 5, 6)
-    arena.view(arena.buffer("job1.own1.claim").address, 8).cast("q")[0] = -1
+    arena.view(arena.buffer("job1.own1.commit").address, 8).cast("q")[0] = -1
     assert [one.step for one in load_from_arena(arena, "job1.", RUN)] == [5]
 
 

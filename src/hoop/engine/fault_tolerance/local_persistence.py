@@ -56,7 +56,8 @@ from hoop.plan.instructions import Instruction, InstructionKind
 
 LOG_STEPS = 256
 """Number of rows of the log: more steps than are done between two reports, which are emitted four times a second."""
-_NAME = "diary"
+_NAME = "step_log"
+"""Name of the log's buffer in the arena, after the run's prefix."""
 _HEADER_ELEMENTS = 3
 """Number of elements of a row before the provenance."""
 

@@ -29,7 +29,7 @@ def test_a_record_counts_while_it_has_a_step(arena: Arena) -> None:
     assert found_steps(arena) == [], "a new record has no step"
     record.step = 7
     assert [metadata["rows"] for _, _, metadata in commit_records(arena, "job1.", RUN)] == [[1, 2]]
-    assert found_steps(arena) == [("job1.state.claim", 7)]
+    assert found_steps(arena) == [("job1.state.commit", 7)]
     record.step = NO_STEP
     assert found_steps(arena) == [], "the state is being written"
 
@@ -38,7 +38,7 @@ def test_a_record_survives_a_restart(tmp_path: Path) -> None:
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
         CommitRecord(arena, "job1.state", RUN, {}).step = 3
     with Arena.open(tmp_path / "arena") as arena:
-        assert found_steps(arena) == [("job1.state.claim", 3)]
+        assert found_steps(arena) == [("job1.state.commit", 3)]
 
 
 def test_records_of_another_run_job_or_boot_are_ignored(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_records_of_another_run_job_or_boot_are_ignored(arena: Arena, monkeypatc
 
 def test_a_record_with_a_damaged_byte_after_the_step_is_ignored(arena: Arena) -> None:
     CommitRecord(arena, "job1.state", RUN, {"rows": [1]}).step = 3
-    buffer = arena.buffer("job1.state.claim")
+    buffer = arena.buffer("job1.state.commit")
     intact = arena.read(buffer.address, buffer.size)
     for offset in range(8, buffer.size):
         damaged = bytearray(intact)
