@@ -16,7 +16,7 @@ from torch import Tensor
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage import peer_row_selection
-from hoop.engine.stage.resident_state import ResidentStageState, StateCopy
+from hoop.engine.stage.gpu_resident_state import ResidentStageState, StateCopy
 from hoop.errors import InvalidArgument
 
 STRATEGIES = [

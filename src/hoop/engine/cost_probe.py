@@ -35,10 +35,10 @@ from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
+from hoop.engine.stage.gpu_resident_state import ResidentStageState
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
-from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import StateLayout
 from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel

@@ -34,11 +34,11 @@ from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CPU, Criterion, Objective
 from hoop.engine.stage.batched_shards import BatchedShards, agree_max_batched_shards, group_shards
 from hoop.engine.stage.device_reduction import DeviceGradientReducer, open_device_reducer
-from hoop.engine.stage.gpu import GpuStageState, stage_state_factory
+from hoop.engine.stage.gpu_resident_state import ResidentStageState
+from hoop.engine.stage.gpu_stage import GpuStageState, stage_state_factory
 from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.peer_memory import PeerMemory, open_peer_memory
-from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.sharded_update import ShardedGradientReducer, ShardedStageState
 from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageSpec, StageState, StateVectors
 from hoop.engine.step_schedule import StepWork

@@ -36,7 +36,7 @@ from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.rule_executor import RuleExecutor
 from hoop.engine.roles.server_shard import GpuServerShard, PeerServerShard, ServerShard, ServerShardSpec
-from hoop.engine.stage.gpu import GpuStageState
+from hoop.engine.stage.gpu_stage import GpuStageState
 from hoop.engine.stage.gradient_reduction import clip_scale
 from hoop.engine.stage.state import LOSS, TAIL, StateLayout, StateVectors, squared_norms
 from hoop.engine.stage.weight_slices import (

@@ -35,11 +35,11 @@ from hoop.engine.fault_tolerance.checkpoint_format import named_tensors
 from hoop.engine.job import names_of
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole
+from hoop.engine.stage.gpu_resident_state import ResidentStageState
+from hoop.engine.stage.gpu_resident_step import BatchLoader, ResidentStep, StepInputs
 from hoop.engine.stage.peer_row_selection import open_peer_rows
 from hoop.engine.stage.peer_rows import SETS, PeerRows
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
-from hoop.engine.stage.resident_state import ResidentStageState
-from hoop.engine.stage.resident_step import BatchLoader, ResidentStep, StepInputs
 from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, TAIL, StateVectors
 from hoop.engine.step_schedule import StepWork
 from hoop.plan.instructions import Instruction, InstructionKind

@@ -4,8 +4,8 @@ state               StageState: weights, gradients, totals and optimizer state o
 autograd            losses, and forward and backward with autograd
 linear_chain        forward and backward of chains of Linear and ReLU, without autograd
 batched_shards      several shards of a rank as one batch
-gpu                 stages on a GPU, CUDA graphs; device_state: their state, with a copy in the arena
-resident_step       a data parallel step on a GPU, as one CUDA graph; resident_state: its state
+gpu_stage           stages on a GPU, CUDA graphs; device_state: their state, with a copy in the arena
+gpu_resident_step   a data parallel step on a GPU, as one CUDA graph; gpu_resident_state: its state
 peer_rows           sums between GPUs, in the tree's order: peer_row_selection, exchanged_rows, device_reduction
 peer_memory         memory of the GPUs of one host, mapped by its ranks
 device_group        process groups of PyTorch for GPUs; nccl_group: NCCL, with Hoop's deadlines

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hoop.collectives.communicator import Communicator, all_gather_object
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.shard_tree import MergePlan, Sum, sum_expression
-from hoop.engine.stage.gpu import GpuStageState
+from hoop.engine.stage.gpu_stage import GpuStageState
 from hoop.engine.stage.peer_memory import PeerMemory
 from hoop.engine.stage.peer_rows import MappedRows
 from hoop.transport.base import SharedEndpoint, WaitingWork, remaining

@@ -14,9 +14,9 @@ from hoop.collectives.shard_tree import MergePlan
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.device_group import DeviceGroup
 from hoop.engine.stage.exchanged_rows import ExchangedRows
+from hoop.engine.stage.gpu_resident_state import ResidentStageState
 from hoop.engine.stage.nccl_group import CONNECT_SHARE, agree, open_nccl_group
 from hoop.engine.stage.peer_rows import SETS, IpcRows, MappedRows, PeerRows, StagedRows
-from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import HoopError
 from hoop.memory.cuda_arena import CudaArena, SharedBlock

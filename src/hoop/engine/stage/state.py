@@ -274,8 +274,8 @@ class StageState:
         on_total                    the all-reduce is done: ``total`` holds the sum over all shards and replicas
         apply_update                the optimizer updates the weights
 
-    On a GPU ``ResidentStageState`` (``resident_state.py``) or ``GpuStageState`` (``gpu.py``) takes its place, with a
-    sharded update ``ShardedStageState`` (``sharded_update.py``).
+    On a GPU ``ResidentStageState`` (``gpu_resident_state.py``) or ``GpuStageState`` (``gpu_stage.py``) takes its place,
+    with a sharded update ``ShardedStageState`` (``sharded_update.py``).
     """
 
     resident = False

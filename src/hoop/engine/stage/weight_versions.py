@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hoop.engine.optimizer_settings import OptimizerSettings
-from hoop.engine.stage.gpu import GpuStageState
+from hoop.engine.stage.gpu_stage import GpuStageState
 from hoop.engine.stage.optimizer import make_update
 from hoop.engine.stage.state import StageState, StateVectors
 from hoop.errors import InternalError

@@ -1,4 +1,4 @@
-"""Stages on a GPU, for every strategy but data parallel (``resident_step.py``): CUDA graphs, and a stage's state.
+"""Stages on a GPU: CUDA graphs and state, for every strategy but data parallel (``gpu_resident_step.py``).
 
 **CudaGraphStage.** A model of some hundred small kernels takes the CPU longer to launch than the GPU to compute. A CUDA
 graph launches them as one. A graph computes at fixed addresses, so each micro-batch in flight has a lane:

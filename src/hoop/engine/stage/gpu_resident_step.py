@@ -1,4 +1,4 @@
-"""One step of data parallel training on a GPU, without a copy to the host.
+"""One step of data parallel training on a GPU, without a copy to the host. Other strategies: ``gpu_stage.py``.
 
 ``BatchLoader`` brings the samples of the next steps to the GPU. ``ResidentStep`` is the step for one batch size:
 
@@ -30,10 +30,10 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.data.sampler import shard
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import AutogradStage, Objective
-from hoop.engine.stage.gpu import capturable
+from hoop.engine.stage.gpu_resident_state import ResidentStageState
+from hoop.engine.stage.gpu_stage import capturable
 from hoop.engine.stage.gradient_reduction import clip_scale
 from hoop.engine.stage.peer_rows import PeerRows
-from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import LOSS, squared_norms
 
 _WARM_UPS = 2

@@ -27,7 +27,7 @@ from hoop.data.resident import ResidentData, make_resident
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import Stage
-from hoop.engine.stage.gpu import batch_counters, flatten_counters
+from hoop.engine.stage.gpu_stage import batch_counters, flatten_counters
 from hoop.engine.stage.optimizer import make_tensor_update
 from hoop.engine.stage.state import StageSpec, StageState, StateLayout, StateVectors, make_stage
 
