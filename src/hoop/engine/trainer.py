@@ -516,7 +516,7 @@ class Trainer:
         executor.set_context(context)
         self._context = context
         if self._done > NO_STATE:
-            for loss in self._role.settle(self._done):
+            for loss in self._role.sync_for_recovery(self._done):
                 self._count_step(loss)
         self._startup.joining = self._startup.joining or context.left_out
         status = RankStatus(

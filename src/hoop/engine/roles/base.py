@@ -86,7 +86,7 @@ class RankRole:
                 losses.append(last.mean_loss(last.tail))
         return losses
 
-    def settle(self, done: int) -> list[float]:
+    def sync_for_recovery(self, done: int) -> list[float]:
         """Called before a recovery: bring the state in the arena up to the last finished step.
 
         ``done``: the steps that the trainer has counted. Returns the mean losses of the steps finished since.

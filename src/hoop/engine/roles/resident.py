@@ -10,8 +10,8 @@ indices, which the host sends for several steps at once; otherwise each step is 
 Losses, votes and provenance are in the tails, as on the CPU; they arrive together at the end of the stride.
 
 If a rank is lost, each other rank has finished a number of steps, and no two differ by more than one, because ranks
-meet in every step. ``settle`` brings the state and the tails of the finished steps to the host, and recovery goes on
-there as on the CPU. Shards of the step under way are computed again.
+meet in every step. ``sync_for_recovery`` brings the state and the tails of the finished steps to the host, and recovery
+goes on there as on the CPU. Shards of the step under way are computed again.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class ResidentRole(RankRole):
 
     # ---- the host's copy
 
-    def settle(self, done: int) -> list[float]:
+    def sync_for_recovery(self, done: int) -> list[float]:
         losses = self._read_tails()
         self._state.download()
         self._drop_steps()
