@@ -8,7 +8,7 @@ import re
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.wire.proofs import SCHEME, Prover, Verdict, Verifier
+from hoop.wire.proofs import SCHEME, ProofResult, Prover, Verifier
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token
 
@@ -23,7 +23,7 @@ def verifier(token: Token = DEVICE, role: Role = Role.DEVICE, target: str = HERE
     return Verifier(token, role, lambda: target, calls)
 
 
-def attempt(prover: Prover, server: Verifier, method: str = READ, request: bytes | None = b"request") -> Verdict:
+def attempt(prover: Prover, server: Verifier, method: str = READ, request: bytes | None = b"request") -> ProofResult:
     """One call as a channel makes it, again with the challenge if there is one."""
     proof, text = prover.prove(method, request)
     verdict = server.check(method, text.removeprefix(f"{SCHEME} "))

@@ -175,7 +175,7 @@ def _run_slowly(pid: int, end: threading.Event) -> None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DemoResult:
     """Result of the demo: the weights of the disturbed and of the undisturbed run."""
 
     steps: int
@@ -223,7 +223,7 @@ class Demo:
             "press a button. At the end the weights are compared with those of a run that nobody disturbed.",
         )
 
-    def wait(self) -> Verdict:
+    def wait(self) -> DemoResult:
         """Waits for the job's end, and trains the same steps without any fault. ``close`` interrupts it."""
         assert self._run is not None, "started before"
         result = self._result(self._run, "the job")
@@ -234,7 +234,7 @@ class Demo:
         )
         run = self._undisturbed = self._processes.start("train", *self._job(steps), "--devices", "1", "--json")
         undisturbed = str(self._result(run, "the undisturbed run")["weights_sha256"])
-        verdict = Verdict(steps, weights, undisturbed)
+        verdict = DemoResult(steps, weights, undisturbed)
         self._actor.lines = verdict.sentences()
         return verdict
 

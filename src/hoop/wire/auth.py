@@ -25,7 +25,16 @@ import grpc
 from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address, Addresses
 from hoop.wire.channels import Options
-from hoop.wire.proofs import CHALLENGE_KEY, COORDINATOR_TARGET, HEADER, SCHEME, ProvedChannel, Prover, Verdict, Verifier
+from hoop.wire.proofs import (
+    CHALLENGE_KEY,
+    COORDINATOR_TARGET,
+    HEADER,
+    SCHEME,
+    ProofResult,
+    ProvedChannel,
+    Prover,
+    Verifier,
+)
 from hoop.wire.roles import ALLOWED, Role
 from hoop.wire.service import ERROR_CLASS_KEY, PROVED_DIGEST, OnRefused, host_of
 from hoop.wire.tokens import Token, environment_value, read_credential
@@ -111,7 +120,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return await continuation(details)
         found = [str(value) for key, value in details.invocation_metadata or () if key == HEADER]
         scheme, _, presented = (found or [""])[0].partition(" ")
-        verdict, role = Verdict(problem="this token is not of this cluster"), None
+        verdict, role = ProofResult(problem="this token is not of this cluster"), None
         if scheme == SCHEME:
             verdict = self._verifier.check(details.method, presented)
             role = Role(verdict.proof.role) if verdict.proof is not None else None

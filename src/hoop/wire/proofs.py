@@ -105,7 +105,7 @@ class Prover:
         self._challenge = NOTHING
 
 
-class Verdict(NamedTuple):
+class ProofResult(NamedTuple):
     """The result of the check of a proof: ``proof`` if it is valid, else ``problem`` and maybe a ``challenge``."""
 
     proof: Proof | None = None
@@ -125,26 +125,26 @@ class Verifier:
         self._nonces: dict[str, set[str]] = {self._challenge: set()}
         """Nonces that were used with the current challenge and with the one before, by challenge."""
 
-    def check(self, method: str, text: str) -> Verdict:
+    def check(self, method: str, text: str) -> ProofResult:
         *fields, mac = text.split(" ")
         if len(fields) != len(Proof._fields) or fields[0] not in self._keys or len(fields[3]) != _HEX:
-            return Verdict(problem=f"this is not a proof of Hoop's: {text[:20]!r}")
+            return ProofResult(problem=f"this is not a proof of Hoop's: {text[:20]!r}")
         proof, target = Proof(*fields), self._target()
         key = self._keys[proof.role]
         if proof.target != target:
-            return Verdict(problem=f"the call is for {proof.target[:100]}, and this is {target}")
+            return ProofResult(problem=f"the call is for {proof.target[:100]}, and this is {target}")
         used = self._nonces.get(proof.challenge)
         if used is None or len(used) >= 2 * self._calls:
             own_mac = _challenge_mac(key, target, self._challenge, proof.nonce)
-            return Verdict(problem="this token is not of this cluster", challenge=f"{self._challenge} {own_mac}")
+            return ProofResult(problem="this token is not of this cluster", challenge=f"{self._challenge} {own_mac}")
         if not hmac.compare_digest(mac.encode(), _call_mac(key, method, proof).encode()):
-            return Verdict(problem="this token is not of this cluster")
+            return ProofResult(problem="this token is not of this cluster")
         if proof.nonce in used:
-            return Verdict(problem="this proof was used before")
+            return ProofResult(problem="this proof was used before")
         used.add(proof.nonce)
         if proof.challenge == self._challenge and len(used) >= self._calls:
             self._renew()
-        return Verdict(proof)
+        return ProofResult(proof)
 
     def _renew(self) -> None:
         before, self._challenge = self._challenge, secrets.token_hex(_HEX // 2)
