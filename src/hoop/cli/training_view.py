@@ -25,7 +25,7 @@ WINDOW = 40
 
 
 class PlainView:
-    """For ``--json``: warnings on standard error, and nothing else."""
+    """The view of ``--json``: warnings on standard error, and nothing else."""
 
     def __enter__(self) -> PlainView:
         return self
@@ -48,7 +48,7 @@ class PlainView:
 
 
 class View(PlainView):
-    """For people, on standard error."""
+    """The view for people, on standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)

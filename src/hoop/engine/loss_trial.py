@@ -61,7 +61,7 @@ class Decomposition:
 
 
 def compilation_disabled() -> AbstractContextManager[Any]:
-    """In the block compiled models run as they were before ``torch.compile``."""
+    """A context in which compiled models run as they were before ``torch.compile``."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -163,7 +163,7 @@ def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block
 
 
 def _copies_bytes(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> list[int]:
-    """By rank: what it keeps to survive the loss of others: replicas, or in data parallel a second total buffer."""
+    """Bytes that each rank keeps to survive the loss of others: replicas, or in data parallel a second total buffer."""
     if replicas:
         return copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory, replicas)
     elastic = context.wait_reassignment is not None and plan.size > 1 and fit.strategy.replicated
@@ -172,7 +172,7 @@ def _copies_bytes(context: RankContext, plan: Plan, fit: Fit, costs: list[Block]
 
 
 def _snapshot_bytes(plan: Plan, fit: Fit, costs: list[Block]) -> list[int]:
-    """By rank: the bytes of one snapshot of its weights and optimizer state.
+    """Bytes of one snapshot of each rank's weights and optimizer state.
 
     With a sharded update a rank has the optimizer state of the parameters that begin in its slice, and one of them may
     be large; the first rank has the weights, and any rank may become the first.

@@ -139,7 +139,7 @@ class _Rank:
         return self.process.poll() is not None
 
     def signal(self, number: int) -> None:
-        """To the rank and the processes that it has started."""
+        """Sends a signal to the rank and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 

@@ -226,7 +226,7 @@ class DeviceActor:
         self._device_id = self._thread.call(start(), JOIN_S + STOP_S)
 
     def device(self) -> dict[str, Any]:
-        """Its number, and where it is."""
+        """Number of the device, and where it is."""
         return {"device": self._device_id, "pid": os.getpid(), "host": socket.gethostname()}
 
     def stop(self) -> None:

@@ -760,7 +760,7 @@ def _without_rank(job: JobView, one: CommunicatorState) -> list[int]:
 
 
 def _at_stage(job: JobView, cluster: State, device_ids: Iterable[int], stage: TaskStage) -> list[int]:
-    """Those of these devices whose task is at this stage, and was started by their present process."""
+    """Devices, of those given, whose task is at this stage, and was started by their present process."""
     tasks, members = job.tasks, cluster.members
     return [
         key

@@ -52,7 +52,7 @@ def check_replicas(replicas: int, devices: int | None = None, replicate: bool = 
 def replica_holders(
     size: int, hosts: Sequence[Hashable] = (), replicas: int = 1, groups: Sequence[Sequence[int]] = ()
 ) -> list[tuple[int, ...]]:
-    """By rank, the ranks that hold its replicas; the same at every rank. As many of them as there are other ranks.
+    """Ranks that hold the replicas of each rank; the same at every rank. As many of them as there are other ranks.
 
     ``hosts``: by rank; empty: one host. ``groups``: see ``same_state``.
     """
@@ -126,7 +126,7 @@ class ReplicaShare(NamedTuple):
 
 
 def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Block]) -> list[ReplicaShare]:
-    """By rank, the bytes of a replica of its state; ``replica_holders`` says whether there is one."""
+    """Bytes of a replica of each rank's state; ``replica_holders`` says whether there is one."""
     each = []
     for stage in stages:
         own = blocks[stage.blocks.start : stage.blocks.stop]

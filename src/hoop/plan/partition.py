@@ -218,7 +218,7 @@ def _stage_starts(windows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int
 
 
 def _best_equal(sums: Sequence[float], speed: float, stages: int) -> tuple[list[tuple[int, int]], float]:
-    """For equally fast devices without memory limits: where each stage may begin, and the time of the slowest stage.
+    """Where each stage may begin, and the time of the slowest one, for equally fast devices without memory limits.
 
     Filling stages greedily from the front reaches as far as any partition within a time bound. So a bisection over
     bounds finds the smallest one, until no float lies between a sufficient and an insufficient bound.

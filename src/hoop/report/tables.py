@@ -73,7 +73,7 @@ class Table:
         return [_is_numeric(column) for column in values]
 
     def rich(self) -> rich.table.Table:
-        """For a terminal: ``Console().print(table.rich())``."""
+        """The table for a terminal: ``Console().print(table.rich())``."""
         title = rich.text.Text(self.title) if self.title else None
         shown = rich.table.Table(title=title, title_justify="left")
         for column, right in zip(self.columns, self.numeric(), strict=True):

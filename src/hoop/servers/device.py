@@ -203,7 +203,7 @@ class DeviceServer:
 
     @property
     def exit_code(self) -> int:
-        """With ``dismissed``: the exit code for this process, if a scheduler started it."""
+        """Exit code for this process, if a scheduler started it; valid when ``dismissed`` is set."""
         return self._heartbeat_client.exit_code
 
     @property

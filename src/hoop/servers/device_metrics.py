@@ -120,7 +120,7 @@ class DeviceCollector(Collector):
 
 
 def buffer_sizes(buffers: Sequence[ArenaBuffer]) -> dict[str, int]:
-    """By label, at most ``MAX_BUFFERS`` and ``OTHER``: bytes. Names that are equal once shortened are summed."""
+    """Bytes of the buffers by label, at most ``MAX_BUFFERS`` and ``OTHER``. Equal shortened names are summed."""
     found: Counter[str] = Counter()
     for index, one in enumerate(sorted(buffers, key=lambda one: (-one.size, one.name))):
         found[label(one.name) if index < MAX_BUFFERS else OTHER] += one.size

@@ -58,7 +58,7 @@ class JobProgress:
             return None
 
     def steps_per_second(self, now: float) -> float:
-        """Of the newest report; 0 if none came for long."""
+        """Steps per second in the newest report; 0 if none came for long."""
         report = self.steps()
         if report is None or not report.step_s > 0:
             return 0.0
@@ -100,7 +100,7 @@ class PauseHistogram:
         self.seconds += found
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """For each bucket: its upper bound, as Prometheus writes it, and how many pauses were at most that long."""
+        """The upper bound of each bucket, as Prometheus writes it, and how many pauses were at most that long."""
         total, found = 0, list[tuple[str, float]]()
         for bound, count in zip((*map(str, BUCKETS), "+Inf"), tuple(self._counts), strict=True):
             total += count

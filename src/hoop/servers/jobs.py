@@ -392,7 +392,7 @@ class Jobs:
 
     @property
     def supervisors(self) -> list[JobSupervisor]:
-        """Of all running jobs."""
+        """The supervisors of all running jobs."""
         return list(self._supervisors.values())
 
     @property

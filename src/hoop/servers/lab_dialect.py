@@ -80,7 +80,7 @@ MAX_COPIES = 65536
 
 
 class CopyLengths:
-    """By device and address, the length in bytes of the last copy to that address."""
+    """Length in bytes of the last copy to each address, by device and address."""
 
     def __init__(self, most: int = MAX_COPIES) -> None:
         self._lengths: OrderedDict[tuple[int, int], int] = OrderedDict()

@@ -200,7 +200,7 @@ class TaskLinks:
     # ---- statistics, read by another thread
 
     def _link_stats(self) -> Iterator[tuple[int, list[int], LinkStats]]:
-        """For each communicator: its id, its device ids by rank, its link statistics."""
+        """Id, device ids by rank and link statistics of each communicator."""
         for key, (communicator_id, one) in list(self._communicators.items()):
             devices = [self._assignment.members[rank].device_id for rank in key]
             yield communicator_id, devices, one.endpoint.link_stats
@@ -240,7 +240,7 @@ class TaskLinks:
         return [self._message(*one) for one in sorted(carried, key=lambda one: -one[2] - one[3])[:most]]
 
     def _byte_counts(self) -> Iterator[tuple[int, int, int, int]]:
-        """For each link: communicator, device id of the peer, bytes sent, bytes received."""
+        """Counts of each link: communicator, device id of the peer, bytes sent, bytes received."""
         for communicator_id, devices, stats in self._link_stats():
             for peer, device_id in enumerate(devices):
                 yield communicator_id, device_id, *stats.byte_counts(peer)
@@ -477,7 +477,7 @@ class Tasks:
         return self._tasks[job_id]
 
     def running(self) -> dict[int, str]:
-        """By job: the run of each task that runs. Any thread may ask."""
+        """The run of each task that runs, by job. Any thread may ask."""
         return {job_id: task.run for job_id, task in list(self._tasks.items()) if task.alive}
 
     def progress(self, job_id: int) -> StepsReport | None:

@@ -250,7 +250,7 @@ class VerifiedCheckpoint:
 
 
 def verified(data: bytes | bytearray, where: Path | str = "checkpoint") -> VerifiedCheckpoint:
-    """As ``deserialize``, with the checksums of the tensors, for ``serialized_parts``."""
+    """Does what ``deserialize`` does, with the checksums of the tensors, for ``serialized_parts``."""
     header = _Header.parse(data, where)
     checksums = header.verify(data, where)
     metadata = header.public_metadata()

@@ -37,7 +37,7 @@ REPLICA_SHARE = 0.02
 def write_to_arena(
     arena: Arena, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
 ) -> Callable[[], tuple[str, int]]:
-    """As ``copy_into``, into buffer ``name``, which is replaced."""
+    """Does what ``copy_into`` does, into buffer ``name``, which is replaced."""
     if any(buffer.name == name for buffer in arena.buffers()):
         arena.free(name)
 
@@ -100,7 +100,7 @@ class SnapshotPublisher:
         parts: int,
         evaluation: Sequence[float] = (),
     ) -> None:
-        """As ``publish``, of tensors that ``read`` returns in another thread, while the caller goes on.
+        """Does what ``publish`` does, for tensors that ``read`` returns in another thread, while the caller goes on.
 
         An error there is raised by the next call of ``publish``, ``publish_later`` or ``wait``.
         """

@@ -83,7 +83,7 @@ def align(count: int) -> int:
 
 
 def state_rows(slices: Sequence[SliceSpec], vector: str) -> list[StateRow]:
-    """For a commit record: the offset of each slice in a shard of them, which is stored in ``vector``."""
+    """Rows of a commit record: the offset of each slice in a shard of them, which is stored in ``vector``."""
     starts = itertools.accumulate((bytes_of([one]) for one in slices), initial=0)
     return [(*one, vector, start) for one, start in zip(slices, starts, strict=False)]
 

@@ -227,7 +227,7 @@ class ResidentRole(RankRole):
         executor.extra_bytes_sent += peers.bytes_per_step
 
     def _slow_down(self, started: float) -> None:
-        """For experiments and fault injection: make the step that began at ``started`` take longer."""
+        """Make the step that began at ``started`` take longer: for experiments and fault injection."""
         self._state.accelerator.synchronize()
         time.sleep(min(self.executor.extra_slowdown * (now() - started), MAX_SLEEP_S))
 

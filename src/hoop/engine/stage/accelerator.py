@@ -179,7 +179,7 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """For users."""
+        """Name for users."""
         return str(torch.cuda.get_device_name(self.device)) if self.cuda else EmulatedGpu.name
 
     @property

@@ -63,7 +63,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """For subclasses: called when the ranks have changed."""
+        """Hook for subclasses, called when the ranks have changed."""
 
 
 class ObjectState(State):
