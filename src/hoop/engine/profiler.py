@@ -20,7 +20,7 @@ class InstructionProfiler:
     category_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SHARE, 0.0))
     """Total seconds of each category. The keys never change: another thread may read it at any time."""
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """(instruction, category, start, seconds) of every traced instruction."""
+    """Instruction, category, start and seconds of every traced instruction."""
     tracing: bool = False
     """True while instructions are appended to ``spans``."""
     instructions: int = 0

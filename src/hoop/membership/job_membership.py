@@ -184,7 +184,7 @@ class JobView:
     participants: frozenset[int] = frozenset()
     """Ids of all devices that ever had a rank."""
     leaving: Mapping[int, float] = field(default_factory=dict)
-    """For each device that is to leave: the time until which it waits for another device to take its place."""
+    """Time until which each device that is to leave waits for another device to take its place."""
     finding: bool = True
     """True while the coordinator starts the tasks, or looks for them after a restart: no rule applies before
     ``TasksListed``."""

@@ -66,9 +66,9 @@ SENDS = {
     InstructionKind.PUSH: InstructionKind.TAKE,
     InstructionKind.GIVE: InstructionKind.GET,
 }
-"""For each send, the kind of the matching receive."""
+"""Kind of the receive that matches each kind of send."""
 RECEIVES = {receive: send for send, receive in SENDS.items()}
-"""For each receive, the kind of the matching send."""
+"""Kind of the send that matches each kind of receive."""
 _COUNTERPARTS = SENDS | RECEIVES
 WITH_PEER = frozenset(_COUNTERPARTS)
 """Kinds with a peer rank."""

@@ -25,14 +25,12 @@ class Plan:
     num_microbatches: int
     """Number of micro-batches (shards) in the global batch."""
     holders: tuple[tuple[int, ...], ...]
-    """For each stage, the ranks that hold its weights: one rank per replica."""
+    """Ranks that hold the weights of each stage: one rank per replica."""
     ranks: tuple[tuple[Instruction, ...], ...]
-    """For each rank, its instructions in order."""
+    """Instructions of each rank, in order."""
     servers: tuple[int, ...] = ()
-    """For each slice of the weights, the rank of its parameter server; empty without parameter servers.
-
-    The workers of a parameter server hold the whole model as stage 0.
-    """
+    """Rank of the parameter server of each slice of the weights; empty without parameter servers. The workers of a
+    parameter server hold the whole model as stage 0."""
     sharded_update: bool = False
     """True if each holder of stage 0 updates only its slice of the weights, and then gathers the slices of the
     others."""

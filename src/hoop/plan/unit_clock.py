@@ -35,7 +35,7 @@ class UnitTimeline:
     """Start and end of each instruction of a plan, in units."""
 
     spans: list[list[tuple[float, float]]]
-    """For each rank, (start, end) of its instructions, up to the one at which it blocks for ever."""
+    """Start and end of each instruction of every rank, up to the one at which the rank blocks for ever."""
     stuck: list[tuple[int, Instruction]]
     """Deadlocked ranks, each with the instruction at which it blocks; empty if the plan finishes."""
 

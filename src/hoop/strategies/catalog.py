@@ -71,7 +71,7 @@ _BARE_VALUES: dict[str, dict[str, tuple[str, object]]] = {
     "pipeline": _SCHEDULE,
     "hybrid": _SCHEDULE,
 }
-"""For each strategy, the values that may omit their field name: value as text to (field, value)."""
+"""Values of each strategy that may omit their field name: value as text to (field, value)."""
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 

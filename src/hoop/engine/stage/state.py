@@ -329,7 +329,7 @@ class StageState:
         """Gradient slots, one a row."""
         self._slot_views: list[_Slot] = []
         self._slot_merges: dict[int, SlotMerge] = {}
-        """For each micro-batch: the slot of its gradient, and the slots to merge once it is written."""
+        """Slot of the gradient of each micro-batch, with the slots to merge once it is written."""
         self._buffers_at_start = np.empty(0, np.float32)
         self._counters_at_start = [one.clone() for one in layout.counters]
         self._counter_increments: list[tuple[Tensor, Tensor]] = []
