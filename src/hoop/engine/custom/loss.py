@@ -65,7 +65,7 @@ class ShardLoss:
     """The loss of one shard."""
 
     objective: Tensor
-    """Contribution of the shard to the batch's loss; its gradient is the shard's gradient."""
+    """Contribution of the shard to the sum over the batch; its gradient is the shard's gradient."""
     weight: float
     """Weight of the shard in the batch: its number of samples, or its count."""
     metrics: Mapping[str, tuple[float, float]]
