@@ -1,14 +1,17 @@
 """Commands, links and Python blocks in the documentation are valid.
 
-Commands in ``sh``, ``bash`` and ``console`` blocks exist with their flags, relative links point to a file,
-``python`` blocks compile. Each violation names file and line. ``tests/process/test_documented_commands.py`` runs them.
+Commands in ``sh``, ``bash`` and ``console`` blocks exist with their flags, relative links point to a file and to a
+heading in it, ``python`` blocks compile. Each violation names file and line.
+``tests/process/test_documented_commands.py`` runs the commands.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,14 +107,39 @@ def command_complaint(words: list[str], root: Path, hoop: Any) -> str | None:
     return script_complaint(name, root) if name.startswith("scripts/") else None
 
 
+@functools.cache
+def anchors(text: str) -> frozenset[str]:
+    """The anchors that GitHub gives the headings of a page with this text."""
+    found: Counter[str] = Counter()
+    names = set()
+    for block in blocks(text):
+        if block.language is None and (heading := re.match(r"#+ +(.*)", block.lines[0])):
+            title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).strip().lower()
+            name = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+            names.add(f"{name}-{found[name]}" if found[name] else name)
+            found[name] += 1
+    return frozenset(names)
+
+
+def link_complaint(target: str, page: Path) -> str | None:
+    if re.match(r"[a-z][a-z0-9+.-]*:", target):
+        return None
+    path, _, anchor = unquote(target).partition("#")
+    to = page.parent / path if path else page
+    if not to.exists():
+        return f"the link {target} leads nowhere"
+    if anchor and to.suffix == ".md" and anchor not in anchors(to.read_text("utf-8")):
+        return f"the link {target} names no heading"
+    return None
+
+
 def block_complaints(block: Block, page: Path, root: Path, hoop: Any) -> Iterator[tuple[int, str]]:
     """Line and complaint of every violation in the block."""
     if block.language is None:
         prose = re.sub(r"`[^`]*`", "", block.lines[0])
         for target in ("".join(groups) for groups in LINK.findall(prose)):
-            path = unquote(target.partition("#")[0])
-            if path and not re.match(r"[a-z][a-z0-9+.-]*:", path) and not (page.parent / path).exists():
-                yield block.line, f"the link {target} leads nowhere"
+            if complaint := link_complaint(target, page):
+                yield block.line, complaint
     elif block.language in {"sh", "bash", "console"}:
         for line, typed in command_lines(block):
             try:
@@ -220,7 +248,7 @@ def test_valid_pages_pass(tree: Path, hoop: Any) -> None:
     console = "```console\n$ hoop train mnist\nhoop says: done\n```"
     page = tree / "docs" / "deep" / "page.md"
     page.write_text(
-        f"{links}\n[ref]: page.md\n\n{python}\n{console}\n```sh{VALID_COMMANDS}```\n```text\nmake tea\n```\n"
+        f"# A\n{links}\n[ref]: page.md\n\n{python}\n{console}\n```sh{VALID_COMMANDS}```\n```text\nmake tea\n```\n"
     )
     assert violations(tree, hoop) == []
 
@@ -246,6 +274,7 @@ def test_valid_pages_pass(tree: Path, hoop: Any) -> None:
             '"hoop train \'mnist" is not a command line: No closing quotation',
         ),
         ("see [it](docs/no.md)", 2, "the link docs/no.md leads nowhere"),
+        ("see [it](#no-page)", 2, "the link #no-page names no heading"),
         ("![it](no.png 'title')", 2, "the link no.png leads nowhere"),
         ("[ref]: no.md", 2, "the link no.md leads nowhere"),
         ("```python\nx = 1\nx = = 1\n```", 4, "python that does not compile: invalid syntax"),

@@ -104,11 +104,6 @@ TABLE = (
     Rule(r": hoop drain", How.NOT, why="ends a device of the tests' cluster; tests/process/test_drain.py runs it"),
     Rule(r": python lines", How.NOT, why="lines of a program: they use names that the reader's program has"),
     Rule(
-        r"training.md: hoop device .*--advertise-data",
-        How.NOT,
-        why="has the token of a coordinator on another machine; tests/process/test_hosts.py runs such devices",
-    ),
-    Rule(
         r"torch-backend.md: HOOP_TOKEN_FILE=\S+ torchrun --nnodes 2",
         How.NOT,
         why="the reader's script on two machines; tests/torch/test_torch_groups.py runs torchrun",
@@ -128,7 +123,7 @@ TABLE = (
     Rule(
         r"clusters.md: hoop (coordinator|device|doctor --coordinator) ",
         How.NOT,
-        why="the token is in the reader's home folder; training.md has such servers, test_networks.py runs the doctor",
+        why="the token is in the reader's home folder; SECURITY.md has such servers, test_networks.py the doctor",
     ),
     Rule(r"clusters.md: hoop token", How.NOT, why="writes to the reader's home folder; SECURITY.md has the command"),
     Rule(r": torchrun .* hoop train", add=SHORT),

@@ -62,7 +62,7 @@ class Callback:
         """A checkpoint was written (with ``out``)."""
 
     def on_event(self, run: RunControl, event: Mapping[str, Any]) -> None:
-        """Any event of the run, as a dict (docs/training.md, Events): lost devices, recoveries, warnings …"""
+        """Any event of the run, as a dict (docs/run-folder.md, Events): lost devices, recoveries, warnings …"""
 
     def on_end(self, run: RunControl, summary: Mapping[str, Any]) -> None:
         """The run is over; ``summary`` is ``Result.summary``."""
