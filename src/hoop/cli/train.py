@@ -369,7 +369,7 @@ def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | Non
             for observed in wait_for_devices(cluster, launch.devices, launch.meet_timeout_s, lambda: False):
                 view.note(observed.event)
         devices = choose_devices(cluster, launch.devices, launch.settings.min_devices)
-        number = JobFollower(cluster, launch.settings, devices, resume=launch.resume).job.id
+        number = JobFollower.start(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
     text = json_module.dumps({"job_id": number}) if json else f"job {number}"
     typer.echo(text, file=sys.__stdout__)
