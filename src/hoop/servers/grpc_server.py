@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import grpc
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import write_text
-from hoop.resources import descriptor_limit, raise_descriptor_limit
+from hoop.resources import can_listen, descriptor_limit, raise_descriptor_limit
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, PortRange
 from hoop.wire.auth import LAB_SERVICES, Credentials, Guard
@@ -116,7 +115,7 @@ def _listen(server: grpc.aio.Server, address: Address, ports: PortRange, credent
     """Opens the first of these ports that is free; returns the address."""
     several = len(ports.ports) > 1
     for port in ports.ports:
-        if several and not _is_free(address.host, port):  # gRPC logs every port that it cannot open
+        if several and not can_listen(address.host, port):  # gRPC logs every port that it cannot open
             continue
         try:
             return replace(address, port=credentials.add_port(server, replace(address, port=port)))
@@ -128,15 +127,6 @@ def _listen(server: grpc.aio.Server, address: Address, ports: PortRange, credent
             f"cannot listen on {where}: the port is in use or not ours; choose another, or 0 for any"
         )
     raise FailedPrecondition(f"cannot listen on {address.host}: no port of {ports} is free; give a larger range")
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family):
-            return True
-    except OSError:
-        return False
 
 
 def write_address_file(path: Path, address: Address | Addresses) -> None:
