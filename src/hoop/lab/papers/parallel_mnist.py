@@ -238,7 +238,7 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         _speedup_chart(experiment, table, who, nodes),
         _epoch_chart(table, who, nodes[-1]),
     )
-    at = min(nodes[-1], experiment.cores)
+    at = max(count for count in nodes if count <= experiment.cores)
     _claim_one_node(experiment, findings, table, at)
     speedups = {name: _measured_speedups(table, name, SIDES[-1] ** 2)[nodes.index(at)] for name in who}
     if has_ray():
