@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,17 @@ SPARE = 0.1
 def available_cores() -> int:
     """The number of cores that this process may use: the affinity of its main thread."""
     return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_listen(host: str, port: int) -> bool:
+    """Whether this process can open the port at an address of this machine. ``hoop doctor`` and servers with a range of
+    ports ask it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family):
+            return True
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from test_hierarchical import PLACEMENTS
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce, linked_plan
-from hoop.collectives.ordered_multi_host import TRIALS, MultiHostSum, host_nodes, multi_host_plan
+from hoop.collectives.ordered_multi_host import TRIALS, HostLinks, MultiHostSum, host_nodes, multi_host_plan
 from hoop.collectives.plan import CollectivePlan, Send, split_range, verify
 from hoop.collectives.reduction import Array
 from hoop.collectives.shard_tree import MergePlan, Node, merge_plan, sum_expression
@@ -65,7 +65,8 @@ def test_every_plan_verifies(
     hosts, shards, orders = case
     merge_plans = [merge_plan(order, shards) for order in orders]
     plans = [
-        multi_host_plan(merge_plans, shards, count, rank, hosts, None, rails, mapped) for rank in range(len(hosts))
+        multi_host_plan(merge_plans, shards, count, rank, hosts, None, HostLinks(rails, mapped))
+        for rank in range(len(hosts))
     ]
     assert verify(plans) == []
 
@@ -76,7 +77,8 @@ def test_a_host_sends_as_much_as_one_rank(h: int, k: int, rails: int) -> None:
     """2(h-1)/h of the vector, where every rank by itself sends k times as much."""
     hosts, count, shards = [rank // k for rank in range(h * k)], 8 * h * k, 2 * h * k
     merge_plans = holdings_of(hosts, shards)
-    plans = [multi_host_plan(merge_plans, shards, count, rank, hosts, rails=rails) for rank in range(len(hosts))]
+    links = HostLinks(rails)
+    plans = [multi_host_plan(merge_plans, shards, count, rank, hosts, links=links) for rank in range(len(hosts))]
     assert sent_between_hosts(plans, hosts) == [2 * (h - 1) * count // h] * h
     total = sum_expression(merge_plans, shards)
     linked = [linked_plan(total, merge_plans, count, rank) for rank in range(len(hosts))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from hoop.cli import options
 from hoop.config import parse_duration
 from hoop.errors import InternalError, InvalidArgument
 from hoop.files import make_folder, write_text
+
+if TYPE_CHECKING:
+    from hoop.lab.chaos.campaign import CampaignConfig
 
 DEFAULT_FAULTS = 20
 
@@ -77,7 +80,10 @@ def chaos(
     """
     _check_options(context, runs)
     if runs:
-        _scenarios(runs, seed, _names(faults), _names(strategies), devices, steps, keep, out, markdown, json)
+        from hoop.lab.chaos.campaign import CampaignConfig
+
+        campaign = CampaignConfig(runs, seed, _names(faults), _names(strategies), devices, steps, keep)
+        _scenarios(campaign, out, markdown, json)
         return
     count = _fault_count(faults)
     from hoop.lab.chaos.run import ChaosConfig, table, verdict
@@ -132,27 +138,16 @@ def _fault_count(text: str) -> int:
     return int(text or DEFAULT_FAULTS)
 
 
-def _scenarios(
-    runs: int,
-    seed: int,
-    faults: list[str],
-    strategies: list[str],
-    devices: int,
-    steps: int,
-    keep: Path | None,
-    out: Path | None,
-    markdown: bool,
-    json: bool,
-) -> None:
+def _scenarios(config: CampaignConfig, out: Path | None, markdown: bool, json: bool) -> None:
     """``hoop chaos --runs N``: prints a line a run to stderr, and the summary."""
-    from hoop.lab.chaos.campaign import Campaign, CampaignConfig, run_campaign, summary, tables
+    from hoop.lab.chaos.campaign import Campaign, run_campaign, summary, tables
 
-    for folder in (keep, out.parent if out is not None else None):
+    for folder in (config.keep, out.parent if out is not None else None):
         if folder is not None:
-            make_folder(folder, "--keep" if folder is keep else "--out")
-    found = Campaign(CampaignConfig(runs, seed, faults, strategies, devices, steps, keep))
+            make_folder(folder, "--keep" if folder is config.keep else "--out")
+    found = Campaign(config)
     try:
-        run_campaign(found.config, lambda text: typer.echo(text, err=True), found)
+        run_campaign(config, lambda text: typer.echo(text, err=True), found)
     finally:  # after Ctrl-C too: the runs so far
         if out is not None:
             write_text(out, json_module.dumps(found.as_dict(), indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,22 +18,36 @@ if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig, JournalLocation
 
 
+@dataclass(frozen=True)
+class AccessOptions:
+    """How a coordinator authenticates its callers: ``--token-file``, ``--tls`` and ``--insecure``, as given."""
+
+    token_file: Path | None
+    tls: Path | None
+    insecure: bool
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """What programs that speak the lab's protocol get: ``--lab``, ``--lab-dialect`` and ``--count-unit``, as given."""
+
+    open: bool
+    dialect: str | None
+    count_unit: str
+
+
 def configure(
     host: str,
     port: int,
-    count_unit: str,
+    access: AccessOptions,
+    lab: LabOptions,
     lease: str,
     timeout: str,
     journal: JournalLocation | None,
-    insecure: bool,
-    token_file: Path | None,
-    tls: Path | None,
-    lab: bool,
-    lab_dialect: str | None,
 ) -> CoordinatorConfig:
-    """Builds and checks a coordinator's configuration from its options.
+    """Builds and checks a coordinator's configuration from the options of ``hoop coordinator`` and ``hoop up``.
 
-    On loopback without credentials and without ``insecure`` it makes a token, which its user's processes find.
+    On loopback without credentials and without ``--insecure`` it makes a token, which its user's processes find.
     """
     from hoop.membership.heartbeats import DetectorConfig
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
@@ -42,27 +56,28 @@ def configure(
     from hoop.wire.roles import Role
     from hoop.wire.tokens import LocalToken
 
-    if count_unit not in COUNT_UNITS:
-        raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(COUNT_UNITS)}")
+    if lab.count_unit not in COUNT_UNITS:
+        raise InvalidArgument(f"--count-unit: {lab.count_unit!r} is not one of {', '.join(COUNT_UNITS)}")
     seconds = parse_duration(timeout, "--timeout")
     if not seconds:
         raise InvalidArgument("--timeout: an operation needs more than 0 s")
-    credentials, local_token = find_credentials(Role.COORDINATOR, token_file=token_file, tls=tls), None
-    dialect, lab = options.check_dialect(lab_dialect), lab or lab_dialect is not None
-    if Address(host, port).is_loopback and not credentials.required and not insecure:
+    credentials = find_credentials(Role.COORDINATOR, token_file=access.token_file, tls=access.tls)
+    local_token = None
+    dialect = options.check_dialect(lab.dialect)
+    if Address(host, port).is_loopback and not credentials.required and not access.insecure:
         local_token = LocalToken.obtain(port, journal if journal is None or isinstance(journal, Path) else str(journal))
         credentials = Credentials(Role.COORDINATOR, local_token.token)
     return CoordinatorConfig(
         host=host,
         port=port,
         journal=journal,
-        count_unit=count_unit,
+        count_unit=lab.count_unit,
         timeout_s=seconds,
         detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
-        insecure=insecure,
+        insecure=access.insecure,
         credentials=credentials,
         local_token=local_token,
-        lab=lab,
+        lab=lab.open or lab.dialect is not None,
         lab_dialect=dialect,
     )
 
@@ -121,15 +136,11 @@ def coordinator(
         configure(
             options.listening_host(host, interface),
             port,
-            count_unit,
+            AccessOptions(token_file, tls, insecure),
+            LabOptions(lab, lab_dialect, count_unit),
             lease,
             timeout,
             place,
-            insecure,
-            token_file,
-            tls,
-            lab,
-            lab_dialect,
         ),
         restart_grace_s=parse_duration(restart_grace, "--restart-grace"),
         max_communicators=max_communicators,

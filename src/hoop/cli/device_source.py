@@ -69,10 +69,12 @@ class DeviceSource:
         """Devices are forked from this process, also that of rank 0, and share the data that it has loaded."""
         return self.coordinator is None and self.ray is None
 
-    @property
-    def starter(self) -> Addresses | Placement | Ray | None:
-        """What starts the devices; None: this process."""
-        return self.coordinator or self.placement or self.ray
+    def check_restarts(self, max_restarts: int | None) -> None:
+        """Raises InvalidArgument if ``--max-restarts`` is wrong, or has no effect on these devices; None: not given."""
+        if max_restarts is not None:
+            from hoop.runs.training import check_restarts
+
+            check_restarts(max_restarts, self.coordinator or self.placement or self.ray)
 
     def with_credentials(self, token_file: Path | None, tls: Path | None) -> DeviceSource:
         """This, with the credentials of the cluster, or those that the ranks of a scheduler share."""

@@ -129,6 +129,13 @@ REPLICAS_HELP = (
     "Replicas of each part, on different devices (and hosts, if there are enough): as many may be lost at once."
 )
 Replicas = Annotated[int, typer.Option(metavar="N", help=REPLICAS_HELP)]
+StoredCosts = Annotated[
+    Path | None,
+    typer.Option(
+        help="What hoop calibrate wrote.", show_default="costs that come with Hoop; your own job's are measured"
+    ),
+]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Lab = Annotated[
     bool,

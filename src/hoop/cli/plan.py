@@ -30,13 +30,8 @@ def plan(
         int, typer.Option("--devices", "-n", metavar="N", min=1, help="Without --cluster: devices of one host.")
     ] = 4,
     cores: Annotated[int | None, typer.Option(metavar="N", min=1, help="Without --cluster: that host's cores.")] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            help="What hoop calibrate wrote.", show_default="costs that come with Hoop; your own job's are measured"
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")] = None,
+    costs: options.StoredCosts = None,
+    batch_size: options.BatchSize = None,
     failures: Annotated[
         float,
         typer.Option(

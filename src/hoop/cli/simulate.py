@@ -39,13 +39,8 @@ def simulate(
     cluster: Annotated[
         Path | None, typer.Option(help="A cluster in TOML instead (docs/simulator.md); --devices of it are used.")
     ] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            help="What hoop calibrate wrote.", show_default="costs that come with Hoop; your own job's are measured"
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")] = None,
+    costs: options.StoredCosts = None,
+    batch_size: options.BatchSize = None,
     shards: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Parts of a batch.", show_default="the job's, at least one a device"),

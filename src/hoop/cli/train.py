@@ -271,10 +271,7 @@ def train(
     scheduler = SchedulerOptions(on, meet, port, meet_timeout, interface, device_ports)
     on_ray = {"address": ray_address, "cpus": ray_cpus, "gpus": ray_gpus, "placement": ray_placement}
     source = find_devices(scheduler, on_ray, coordinator, wanted)
-    if max_restarts is not None:
-        from hoop.runs.training import check_restarts
-
-        check_restarts(max_restarts, source.starter)
+    source.check_restarts(max_restarts)
     source = source.with_credentials(token_file, tls)
     _check_detach(detach, source.coordinator, folder)
     page = _dashboard(dashboard, address_file, detach or source.ray is not None, token_file, tls)
@@ -297,6 +294,11 @@ def train(
         typer.echo(json_module.dumps(result))
     else:
         view.summary(result, out)
+    _check_end(result, number, out)
+
+
+def _check_end(result: Mapping[str, Any], number: int, out: Path | None) -> None:
+    """Ends the command with a code of its own after signal ``number``, or if ``--out`` has no trained weights."""
     if number:
         raise typer.Exit(128 + number)
     if out is not None and result["checkpoint"] is None:
@@ -367,7 +369,7 @@ def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | Non
             for observed in wait_for_devices(cluster, launch.devices, launch.meet_timeout_s, lambda: False):
                 view.note(observed.event)
         devices = choose_devices(cluster, launch.devices, launch.settings.min_devices)
-        number = JobFollower(cluster, launch.settings, devices, resume=launch.resume).job.id
+        number = JobFollower.start(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
     text = json_module.dumps({"job_id": number}) if json else f"job {number}"
     typer.echo(text, file=sys.__stdout__)

@@ -6,14 +6,17 @@ import asyncio
 import json as json_module
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hoop.cli import options
-from hoop.cli.coordinator import configure
+from hoop.cli.coordinator import AccessOptions, LabOptions, configure
 from hoop.config import format_size, parse_size
 from hoop.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hoop.launch.local import LocalConfig
 
 
 def up(
@@ -62,8 +65,8 @@ def up(
     files.
     """
     from hoop.cli.run_dashboard import check_port
-    from hoop.cli.running import Stopping, run_event_loop
-    from hoop.launch.local import LocalCluster, LocalConfig
+    from hoop.cli.running import run_event_loop
+    from hoop.launch.local import LocalConfig
 
     if dashboard is not None:
         check_port(dashboard)
@@ -71,9 +74,9 @@ def up(
         raise InvalidArgument(f"--devices: {devices} is negative")
     if state is not None:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    journal = state and state / "journal"
+    access, for_lab = AccessOptions(token_file, tls, insecure), LabOptions(lab, lab_dialect, count_unit)
     coordinator = replace(
-        configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls, lab, lab_dialect),
+        configure(host, port, access, for_lab, lease, timeout, state and state / "journal"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),
@@ -81,14 +84,17 @@ def up(
         metrics=options.check_metrics(metrics),
     )
     # Paths, never a secret: every user of the machine can read a command's arguments.
+    credentials = [
+        *(["--token-file", str(token_file)] if token_file else []),
+        *(["--tls", str(tls)] if tls else []),
+    ]
     more = [
         *(["--jobs", str(options.check_jobs(jobs))] if jobs else []),
         *(["--lab"] if lab else []),
         *(["--lab-dialect", lab_dialect] if lab_dialect else []),
         *("--max-streams", str(max_streams)),
         *("--max-message", max_message),
-        *(["--token-file", str(token_file)] if token_file else []),
-        *(["--tls", str(tls)] if tls else []),
+        *credentials,
     ]
     config = LocalConfig(
         devices,
@@ -98,37 +104,37 @@ def up(
         device_options=tuple(more),
         accelerator=accelerator,
         dashboard=dashboard,
-        dashboard_options=(
-            *(["--json"] if json else []),
-            *(["--token-file", str(token_file)] if token_file else []),
-            *(["--tls", str(tls)] if tls else []),
-        ),
+        dashboard_options=(*(["--json"] if json else []), *credentials),
     )
+    run_event_loop(lambda: _run(config, address_file, json, leave_with_stdin))
 
-    async def run() -> None:
-        stopping = Stopping(leave_with_stdin)
-        cluster = LocalCluster(config)
-        unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
-        started = False
-        try:
-            started = await stopping.unless(asyncio.ensure_future(cluster.start(address_file)))
-            if not started:
-                return
-            options.warn_of_open_lab(coordinator)
-            if json:
-                typer.echo(json_module.dumps({"coordinator": str(cluster.address), "devices": devices}))
-            else:
-                typer.echo(f"coordinator {cluster.address}")
-                typer.echo(
-                    f"{devices} devices of {format_size(config.memory)} are up; Ctrl-C ends them. In another terminal:"
-                    f" hoop status --coordinator {cluster.address}",
-                    err=True,
-                )
-            await stopping.wait()
-        finally:
-            unwatch()
-            await cluster.stop()
-            if address_file is not None and started:  # else the file is another command's
-                address_file.unlink(missing_ok=True)
 
-    run_event_loop(run)
+async def _run(config: LocalConfig, address_file: Path | None, json: bool, leave_with_stdin: bool) -> None:
+    """Runs the cluster until Ctrl-C, and says where its coordinator is."""
+    from hoop.cli.running import Stopping
+    from hoop.launch.local import LocalCluster
+
+    stopping = Stopping(leave_with_stdin)
+    cluster = LocalCluster(config)
+    unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
+    started = False
+    try:
+        started = await stopping.unless(asyncio.ensure_future(cluster.start(address_file)))
+        if not started:
+            return
+        options.warn_of_open_lab(config.coordinator)
+        if json:
+            typer.echo(json_module.dumps({"coordinator": str(cluster.address), "devices": config.devices}))
+        else:
+            typer.echo(f"coordinator {cluster.address}")
+            typer.echo(
+                f"{config.devices} devices of {format_size(config.memory)} are up; Ctrl-C ends them. In another "
+                f"terminal: hoop status --coordinator {cluster.address}",
+                err=True,
+            )
+        await stopping.wait()
+    finally:
+        unwatch()
+        await cluster.stop()
+        if address_file is not None and started:  # else the file is another command's
+            address_file.unlink(missing_ok=True)  # noqa: ASYNC240 - the loop has nothing else to do

@@ -9,7 +9,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,11 +24,26 @@ from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.service import device_info
 
 
+class Blocks(NamedTuple):
+    """How many blocks of equal size the vectors of a collective have: 1 and the number of ranks in an all_gather."""
+
+    source: int = 1
+    result: int = 1
+
+    def block_size(self, elements: int) -> int:
+        """Elements of a block of a source with this many; raises InvalidArgument if it does not divide."""
+        if elements % self.source:
+            raise InvalidArgument(f"values: {elements} elements do not make {self.source} equal blocks")
+        return elements // self.source
+
+
+ONE_BLOCK = Blocks()
+
+
 class Staging:
     """Device buffers that hold one array or tensor a rank for one operation."""
 
-    def __init__(self, communicator: Communicator, values: Sequence[Any], blocks_in: int, blocks_out: int) -> None:
-        """``blocks_in``, ``blocks_out``: blocks of an input and of a result (1 and world size for an all_gather)."""
+    def __init__(self, communicator: Communicator, values: Sequence[Any], blocks: Blocks) -> None:
         self._values = list(values)
         if len(self._values) != communicator.size:
             raise InvalidArgument(f"values: {len(self._values)} were given for {communicator.size} ranks")
@@ -37,12 +52,11 @@ class Staging:
         count = vectors[0].size
         if any(vector.size != count for vector in vectors):
             raise InvalidArgument(f"values: their sizes differ: {[vector.size for vector in vectors]}")
-        if count % blocks_in:
-            raise InvalidArgument(f"values: {count} elements do not make {blocks_in} equal blocks")
+        block = blocks.block_size(count)
         name = f"{STAGING_PREFIX}{communicator.session}.{secrets.token_hex(8)}"
         self._allocated: list[Buffer] = []
         try:
-            for end, length in (("in", count), ("out", count // blocks_in * blocks_out)):
+            for end, length in (("in", count), ("out", block * blocks.result)):
                 self._allocated.append(communicator.buffer(f"{name}.{end}", length, self._kind))
             self.source, self.out = self._allocated
             self.source.fill(vectors)
@@ -153,23 +167,23 @@ class Communicator:
 
     def all_gather(self, x: Vectors, out: Buffer | None = None, **options: Any) -> Any:
         """Every rank gets all vectors, in rank order."""
-        return self._run("all_gather", x, out, blocks_out=self.size, **options)
+        return self._run("all_gather", x, out, Blocks(result=self.size), **options)
 
     def reduce_scatter(self, x: Vectors, out: Buffer | None = None, op: str = "sum", **options: Any) -> Any:
         """Rank r gets block r of the reduction of all vectors."""
-        return self._run("reduce_scatter", x, out, blocks_in=self.size, op=op, **options)
+        return self._run("reduce_scatter", x, out, Blocks(source=self.size), op=op, **options)
 
     def gather(self, x: Vectors, out: Buffer | None = None, root: int = 0, **options: Any) -> Any:
         """The root gets all vectors, in rank order."""
-        return self._run("gather", x, out, blocks_out=self.size, root=root, **options)
+        return self._run("gather", x, out, Blocks(result=self.size), root=root, **options)
 
     def scatter(self, x: Vectors, out: Buffer | None = None, root: int = 0, **options: Any) -> Any:
         """Rank r gets block r of the root's vector."""
-        return self._run("scatter", x, out, blocks_in=self.size, root=root, **options)
+        return self._run("scatter", x, out, Blocks(source=self.size), root=root, **options)
 
     def all_to_all(self, x: Vectors, out: Buffer | None = None, **options: Any) -> Any:
         """Rank r gets block r of every vector, in rank order."""
-        return self._run("all_to_all", x, out, blocks_in=self.size, blocks_out=self.size, **options)
+        return self._run("all_to_all", x, out, Blocks(self.size, self.size), **options)
 
     def send(self, x: Vectors, source: int, destination: int, out: Buffer | None = None, **options: Any) -> Any:
         """Rank ``destination`` gets the vector of rank ``source``."""
@@ -198,8 +212,7 @@ class Communicator:
         collective: str,
         x: Vectors,
         out: Buffer | None,
-        blocks_in: int = 1,
-        blocks_out: int = 1,
+        blocks: Blocks = ONE_BLOCK,
         wait: bool = True,
         timeout: float = 0.0,
         driver: str = "",
@@ -214,9 +227,9 @@ class Communicator:
                     f"compression: {fields['compression']} keeps with a vector's memory what was not sent, and arrays "
                     "have none on the devices; put them into a buffer"
                 )
-            staging = Staging(self, x, blocks_in, blocks_out)
+            staging = Staging(self, x, blocks)
             x, out = staging.source, staging.out
-        count = self._check(x, out, blocks_in, blocks_out)
+        count = self._check(x, out, blocks)
         try:
             operation = pb.Operation(collective=collective, dtype=x.dtype.name, count=count, **fields)
         except (TypeError, ValueError) as error:  # an option that the message has no field for
@@ -233,7 +246,7 @@ class Communicator:
         handle = self._start([request], timeout, staging.collect, staging.free)
         return handle.wait() if wait else handle
 
-    def _check(self, x: Buffer, out: Buffer | None, blocks_in: int, blocks_out: int) -> int:
+    def _check(self, x: Buffer, out: Buffer | None, blocks: Blocks) -> int:
         """Elements a block; raises InvalidArgument if a buffer is of another size, type or communicator."""
         for name, buffer in (("values", x), ("out", out)):
             if buffer is not None and len(buffer.places) != self.size:
@@ -241,13 +254,11 @@ class Communicator:
                     f"{name}: the buffer is on {len(buffer.places)} devices, communicator {self.id} has "
                     f"{self.size}; after a rebuild make it again, with reuse=True to keep what it holds"
                 )
-        if x.count % blocks_in:
-            raise InvalidArgument(f"values: {x.count} elements do not make {blocks_in} equal blocks")
-        count = x.count // blocks_in
+        count = blocks.block_size(x.count)
         if out is not None and out.dtype != x.dtype:
             raise InvalidArgument(f"out: it holds {out.dtype.name}, the vectors are of {x.dtype.name}")
-        if out is not None and out.count < count * blocks_out:
-            raise InvalidArgument(f"out: it has {out.count} elements, the result {count * blocks_out}")
+        if out is not None and out.count < count * blocks.result:
+            raise InvalidArgument(f"out: it has {out.count} elements, the result {count * blocks.result}")
         return count
 
     def _submit(self, request: pb.RunOperation, wait: bool, timeout: float) -> Any:

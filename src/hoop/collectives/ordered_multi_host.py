@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -233,6 +234,20 @@ class _PlanBuilder:
         return into
 
 
+@dataclass(frozen=True)
+class HostLinks:
+    """How the ranks of a host reach each other, and the other hosts."""
+
+    rails: int = 0
+    """How many ranks of a host talk to other hosts; 0: as many as the smallest host has."""
+    mapped: bool = True
+    """The ranks of this host map each other's vectors, else they send them. The messages between hosts are the same
+    either way, so each host decides for itself."""
+
+
+ALL_RAILS = HostLinks()
+
+
 def multi_host_plan(
     merge_plans: Sequence[MergePlan],
     shards: int,
@@ -240,19 +255,16 @@ def multi_host_plan(
     rank: int,
     hosts: Sequence[int],
     span: Span | None = None,
-    rails: int = 0,
-    mapped: bool = True,
+    links: HostLinks = ALL_RAILS,
 ) -> CollectivePlan:
     """The plan of one rank. SOURCE: the rank's slots in a row, each of ``count`` elements; WINDOW: a peer's.
 
-    ``hosts``: the host of each rank. ``span``: sum only these elements; None: all. ``rails``: how many ranks of a host
-    talk to other hosts; 0: as many as the smallest host has. ``mapped``: the ranks of this host map each other's
-    vectors; the messages between hosts are the same either way, so each host decides for itself.
+    ``hosts``: the host of each rank. ``span``: sum only these elements; None: all.
     """
     sum_expression(merge_plans, shards)  # checks that each shard is there once
     layout = HostLayout.of(Shape(len(merge_plans), count, hosts=tuple(hosts)), rank)
-    used = min(rails, layout.rails) if rails else layout.rails
-    return _PlanBuilder(merge_plans, shards, count, layout, span or (0, count), used).build(mapped)
+    rails = min(links.rails, layout.rails) if links.rails else layout.rails
+    return _PlanBuilder(merge_plans, shards, count, layout, span or (0, count), rails).build(links.mapped)
 
 
 class MultiHostSum:
@@ -282,7 +294,13 @@ class MultiHostSum:
         most = HostLayout.of(Shape(endpoint.size, 0, hosts=endpoint.hosts), endpoint.rank).rails
         self._plans = {
             rails: multi_host_plan(
-                merge_plans, shards, self._output.size, endpoint.rank, endpoint.hosts, span, rails, self._mapped
+                merge_plans,
+                shards,
+                self._output.size,
+                endpoint.rank,
+                endpoint.hosts,
+                span,
+                HostLinks(rails, self._mapped),
             )
             for rails in dict.fromkeys((most, 1))
         }

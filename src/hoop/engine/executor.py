@@ -133,11 +133,10 @@ class ActivationFlow:
 
     def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> None:
         """Send a tensor that this rank has computed: from its GPU, if the peer can read it there, or from the host."""
-        if self._accelerator is not None:
-            if self.channel.send_from_device(instruction, tensor, deadline):
-                return
-            tensor = self._accelerator.download(tensor)
-        self.channel.send(instruction, tensor, deadline)
+        if self._accelerator is None:
+            self.channel.send(instruction, tensor, deadline)
+        else:
+            self.channel.send_or_copy(instruction, tensor, partial(self._accelerator.download, tensor), deadline)
 
     def recv_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):

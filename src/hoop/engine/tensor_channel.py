@@ -67,6 +67,17 @@ class TensorChannel:
         self.bytes_shared += tensor.nbytes
         return True
 
+    def send_or_copy(
+        self, instruction: Instruction, on_device: Tensor | None, host: Callable[[], Tensor], deadline: float
+    ) -> PendingSend | None:
+        """Send a tensor from the GPU, if ``instruction.peer`` can read it there; else ``host()``, its host copy.
+
+        ``on_device``: None: it is only on the host. For the copy the rule of ``send`` holds.
+        """
+        if on_device is not None and self.send_from_device(instruction, on_device, deadline):
+            return None
+        return self.send(instruction, host(), deadline)
+
     def _send_header(self, instruction: Instruction, tensor: Tensor, place: int, deadline: float) -> None:
         if tensor.dim() > _MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
             raise InternalError(f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot be sent")

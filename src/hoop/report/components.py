@@ -134,6 +134,17 @@ class Series:
         return cls(name, source, "smooth" in columns, dashed)
 
 
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a curve: its label, and whether it is linear or logarithmic."""
+
+    label: str
+    kind: Kind = "linear"
+
+
+STEPS = Axis("step")
+
+
 def plain(text: object) -> str:
     """A text for a label: printable, of limited length, and not read as a formula by Bokeh (``$$…$$``)."""
     return re.sub(r"(\$|\\)(?=[$(\[\])])", "\\1\u200b", printable(str(text), _TEXT_BYTES))
@@ -165,11 +176,9 @@ def _draw_lines(panel: Lines, chart: Chart, names: Sequence[str], x_range: Range
     series = [Series.of(one.name, *_points(one, panel.kind, chart.x_kind), one.dashed) for one in panel.lines]
     found = curve(
         series,
-        panel.label,
-        x_label=x_label,
+        Axis(panel.label, panel.kind),
+        x_axis=Axis(x_label, chart.x_kind),
         x_range=x_range,
-        x_kind=chart.x_kind,
-        y_kind=panel.kind,
         colours=[names.index(one.name) for one in panel.lines],
     )
     _add_levels(found, panel.rules, series)
@@ -189,12 +198,10 @@ def _points(one: ChartLine, y_kind: Kind, x_kind: Kind) -> tuple[Any, Any]:
 
 def curve(
     series: Sequence[Series],
-    y_label: str,
+    y_axis: Axis,
     *,
-    x_label: str = "step",
+    x_axis: Axis = STEPS,
     x_range: Range | None = None,
-    x_kind: Kind = "linear",
-    y_kind: Kind = "linear",
     colours: Sequence[int] = (),
     height: int = 280,
 ) -> figure:
@@ -202,7 +209,9 @@ def curve(
 
     ``colours``: the number of each series' colour, by default its place.
     """
-    found = _figure(height, x_label, y_label, x_range=x_range, x_axis_type=x_kind, y_axis_type=y_kind)
+    found = _figure(
+        height, x_axis.label, y_axis.label, x_range=x_range, x_axis_type=x_axis.kind, y_axis_type=y_axis.kind
+    )
     items = []
     for one, number in zip(series, colours or range(len(series)), strict=True):
         colour, dash = number % len(LIGHT.colours), _DASHES[number // len(LIGHT.colours) % len(_DASHES)]
@@ -218,7 +227,7 @@ def curve(
             _themed(points.glyph, line_color=f"c{colour}", fill_color=f"c{colour}")
             renderers.append(points)
         items.append(LegendItem(label={"value": plain(one.name)}, renderers=renderers))
-        tooltips = [(plain(x_label) or "x", "@x{0,0.[000]}"), (plain(one.name), "@y{0,0.[0000]}")]
+        tooltips = [(plain(x_axis.label) or "x", "@x{0,0.[000]}"), (plain(one.name), "@y{0,0.[0000]}")]
         hover = HoverTool(renderers=renderers[-1:], tooltips=tooltips, mode="vline" if one.smooth else "mouse")
         found.add_tools(hover)
     _legend(found, items)

@@ -23,6 +23,7 @@ from hoop.files import write_text
 from hoop.report import strict_json
 from hoop.report.chart import IDLE, MAX_SPANS
 from hoop.report.components import (
+    Axis,
     Mark,
     MarkKind,
     Series,
@@ -294,9 +295,10 @@ def _charts(files: RunFiles, marks: Sequence[Mark]) -> list[_Charts]:
     shown: list[tuple[figure, str]] = []
     for name, series in curves(files.metrics).items():
         x_range = shown[0][0].x_range if shown else None
-        found = curve(series, _LABELS.get(name, name), x_range=x_range, height=300 if not shown else 230)
+        label = _LABELS.get(name, name)
+        found = curve(series, Axis(label), x_range=x_range, height=300 if not shown else 230)
         add_mark_lines(found, source, (MarkKind.LOST, MarkKind.RECOVERED, MarkKind.RESUMED))
-        shown.append((found, f"{_LABELS.get(name, name)} by step{_last_values(series)}."))
+        shown.append((found, f"{label} by step{_last_values(series)}."))
     marked = []
     if marks:
         text = f"{len(marks)} marks by step; hover tells what happened. The table has the same."

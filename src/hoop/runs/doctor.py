@@ -27,7 +27,16 @@ from hoop.environment import ARITHMETIC, PROCESSOR, REMEDIES, describe, differin
 from hoop.errors import HoopError
 from hoop.events import wall_clock
 from hoop.native import library
-from hoop.resources import SHARED_MEMORY, TRAINING, Footprint, Request, Resources, admission_error, measure_resources
+from hoop.resources import (
+    SHARED_MEMORY,
+    TRAINING,
+    Footprint,
+    Request,
+    Resources,
+    admission_error,
+    can_listen,
+    measure_resources,
+)
 from hoop.texts import parse_json, printable
 from hoop.topology import Address, Addresses, PortRange
 from hoop.wire.generated import hoop_pb2 as pb
@@ -170,7 +179,7 @@ def _check_open_files(resources: Resources) -> Check:
 def _check_ports(options: MachineOptions) -> Iterator[Check]:
     """Whether the ports that a device is to listen on are free; a free port is found if none is named."""
     for name, ports in (("port", options.port), ("data port", options.data_port)):
-        free = [port for port in ports.ports if _can_listen(options.host, port)]
+        free = [port for port in ports.ports if can_listen(options.host, port)]
         wanted = "any" if not ports.low else str(ports)
         if len(free) == len(ports.ports):
             yield Check(name, Verdict.OK, f"{options.host}, {wanted}: free")
@@ -183,15 +192,6 @@ def _check_ports(options: MachineOptions) -> Iterator[Check]:
                 f"{options.host}, {wanted}: cannot be listened on",
                 f"another process has it (ss -ltnp), or {options.host} is no address of this machine (ip address)",
             )
-
-
-def _can_listen(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family):
-            return True
-    except OSError:
-        return False
 
 
 def _check_gpu() -> Check:

@@ -127,27 +127,24 @@ class Deduplicator:
 
 
 class JobFollower:
-    """Follows one job from its start, or from ``attach``, to its result."""
+    """Follows one job to its result: one that ``start`` starts, or one that runs already or has ended (``attach``)."""
+
+    job: JobHandle
 
     def __init__(
         self,
         cluster: Cluster,
         settings: Settings,
         devices: Sequence[int],
-        out: Path | None = None,
-        resume: Path | None = None,
-        attached: int = 0,
-        coordinator_timeout: float = 0.0,
+        out: Path | None,
+        coordinator_timeout: float,
         costs: Costs | None = None,
     ) -> None:
-        """Starts the job, unless ``attached`` names one that runs already or has ended.
-
-        An attached job is followed from its first event, and is never stopped because its follower fails.
-        ``coordinator_timeout``: seconds to wait for a coordinator that does not answer. ``costs``: to predict from.
-        """
+        """Called by ``start`` and ``attach``, which have these parameters and set ``job``."""
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
-        self._out, self._attached, self._coordinator_timeout = out, bool(attached), coordinator_timeout
+        self._out, self._coordinator_timeout = out, coordinator_timeout
+        self._attached = False
         self._parts: dict[tuple[int, int], list[VerifiedCheckpoint]] = {}
         """Snapshots by step and resharding, until all parts of a checkpoint are there."""
         self._accounts: dict[int, tuple[int, ev.Account]] = {}
@@ -169,26 +166,49 @@ class JobFollower:
         self.tensors: dict[str, Tensor] = {}
         """Tensors of the trained model by name, at the end."""
         self._recorder: RunRecorder | None = None
-        if attached:
-            self.job: JobHandle = cluster.job(attached)
-            return
+
+    @classmethod
+    def start(
+        cls,
+        cluster: Cluster,
+        settings: Settings,
+        devices: Sequence[int],
+        out: Path | None = None,
+        resume: Path | None = None,
+        coordinator_timeout: float = 0.0,
+        costs: Costs | None = None,
+    ) -> JobFollower:
+        """Starts a job on these devices. It is stopped if its follower fails.
+
+        ``resume``: the checkpoint to start from. ``coordinator_timeout``: seconds to wait for a coordinator that does
+        not answer. ``costs``: to predict from.
+        """
+        follower = cls(cluster, settings, devices, out, coordinator_timeout, costs)
         resumed: dict[str, Any] | None = None
         buffer = ""
         if resume is not None:
             data = resume.read_bytes()
             # ``newest_checkpoint`` has verified the file, and each device verifies the bytes that it gets.
             resumed = read_metadata(data, resume)
-            buffer = cluster.stage(data, self._devices)
-        self._record(resumed)
+            buffer = cluster.stage(data, follower._devices)
+        follower._record(resumed)
         try:
             # A device finds the job's code on its own machine: no path of this one is sent.
             sent = replace(settings, job=import_path(settings.job)).to_json()
-            self.job = cluster.start_job(sent, self._devices, buffer)  # (1)
-            self._devices = self.job.device_ids or self._devices  # without those that could not be reached
+            follower.job = cluster.start_job(sent, follower._devices, buffer)  # (1)
+            follower._devices = follower.job.device_ids or follower._devices  # without those that could not be reached
         except BaseException:
-            if self._recorder is not None:
-                self._recorder.close()
+            if follower._recorder is not None:
+                follower._recorder.close()
             raise
+        return follower
+
+    @classmethod
+    def attach(cls, cluster: Cluster, settings: Settings, job: pb.Job, out: Path | None = None) -> JobFollower:
+        """Follows a job of these settings from its first event. It is never stopped because its follower fails."""
+        follower = cls(cluster, settings, job.device_ids, out, COORDINATOR_TIMEOUT_S)
+        follower.job, follower._attached = cluster.job(job.id), True
+        return follower
 
     def _record(self, resumed: dict[str, Any] | None) -> None:
         """Opens the run's files; ``resumed``: metadata of the checkpoint that the run resumes from."""
@@ -415,9 +435,7 @@ def attach(
         settings = Settings.from_json(cluster.job_settings(job.id))
         if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
             raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
-        follower = JobFollower(
-            cluster, settings, list(job.device_ids), out, attached=job.id, coordinator_timeout=COORDINATOR_TIMEOUT_S
-        )
+        follower = JobFollower.attach(cluster, settings, job, out)
         if stop and job.status == "running":
             follower.job.stop(COORDINATOR_TIMEOUT_S)
         yield Observed(ev.Attached(job.id, job.name, job.status))

@@ -365,7 +365,7 @@ class Training:
                 write_address_file(launch.address_file, address)
             try:
                 timeout = 0.0 if launch.coordinator is None else COORDINATOR_TIMEOUT_S
-                follower = JobFollower(
+                follower = JobFollower.start(
                     cluster,
                     launch.settings,
                     choose_devices(cluster, devices, launch.settings.min_devices),

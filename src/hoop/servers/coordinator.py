@@ -29,7 +29,7 @@ from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
 from hoop.servers.access_order import AccessOrder
 from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
-from hoop.servers.grpc_server import check_exposure, serve
+from hoop.servers.grpc_server import CallerCheck, check_exposure, serve
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.metrics_options import check_metrics
 from hoop.texts import MAX_TEXT_BYTES
@@ -280,9 +280,7 @@ class Coordinator:
             self.address,
             services,
             self.config.max_message,
-            self.config.credentials,
-            self.config.lab,
-            on_lab_refused,
+            CallerCheck(self.config.credentials, self.config.lab, on_lab_refused),
             self._publish_token,
         )
         self.in_background(self._tick_forever())

@@ -38,7 +38,7 @@ from hoop.memory.storage import default_directory
 from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
 from hoop.servers.advertised_address import check_reachable, host_towards, routes_to
-from hoop.servers.grpc_server import ClientReports, check_exposure, serve
+from hoop.servers.grpc_server import CallerCheck, ClientReports, check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.lab_streams import MAX_OPEN, StreamTable
@@ -222,14 +222,17 @@ class DeviceServer:
                 handlers(lab_device.DEVICE_SERVICE, self._lab, receiving, self._reports.refused),
                 handlers(device_service.SERVICE, self._service, receiving),
             )
-            self._server, address = await serve(
-                Address(self.config.host, 0),
-                services,
-                self.config.max_message,
+            check = CallerCheck(
                 self.config.credentials,
                 self.config.lab,
                 self._reports.refused,
                 advertised=lambda: (self._service.info or self._info).address,
+            )
+            self._server, address = await serve(
+                Address(self.config.host, 0),
+                services,
+                self.config.max_message,
+                check,
                 ports=_range(self.config.port),
             )
             info = await self._advertised(address)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import grpc
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import write_text
-from hoop.resources import descriptor_limit, raise_descriptor_limit
+from hoop.resources import can_listen, descriptor_limit, raise_descriptor_limit
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, PortRange
-from hoop.wire.auth import LAB_SERVICES, Credentials
+from hoop.wire.auth import LAB_SERVICES, Credentials, Guard
 from hoop.wire.channels import server_options
 from hoop.wire.service import OnRefused
 
@@ -60,39 +59,50 @@ def check_exposure(address: Address, credentials: Credentials, insecure: bool, l
     log.warning("insecure: %s, and callers are not authenticated (SECURITY.md)", where)
 
 
+@dataclass(frozen=True)
+class CallerCheck:
+    """How a server authenticates the callers of its services."""
+
+    credentials: Credentials
+    lab: bool
+    """The lab's calls need no token."""
+    on_lab_refused: OnRefused
+    """Called for the lab's calls that are refused for want of a token."""
+    advertised: Callable[[], Address] | None = None
+    """The address of a device by which callers know it, as soon as it is known; None for a coordinator."""
+
+    def interceptors(self) -> tuple[Guard, ...]:
+        known = self.advertised
+        return self.credentials.interceptors(
+            None if known is None else lambda: str(known()),
+            LAB_SERVICES if self.lab else frozenset[str](),
+            self.on_lab_refused,
+        )
+
+
 async def serve(
     address: Address,
     services: Sequence[Any],
     max_message: int,
-    credentials: Credentials,
-    lab: bool = False,
-    on_lab_refused: OnRefused | None = None,
+    check: CallerCheck,
     on_bound: Callable[[Address], None] = lambda _: None,
-    advertised: Callable[[], Address] | None = None,
     ports: PortRange | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
     """Starts a server. Returns it and its address; port 0 picks a free port.
 
-    ``advertised``: the address of a device by which callers know it, as soon as it is known. ``ports``: in place of the
-    port in ``address``; the first that is free.
+    ``ports``: in place of the port in ``address``; the first that is free.
 
     Its connections take at most half of the open files of this process, so that callers cannot use up what devices,
-    links and files need. ``lab``: the lab's calls need no token. ``on_lab_refused`` is called for those that are
-    refused for want of one; ``on_bound`` with the address when the port is this process's, before the first call is
-    answered.
+    links and files need. ``on_bound`` is called with the address when the port is this process's, before the first call
+    is answered.
     """
     raise_descriptor_limit(OPEN_FILES)
     limit = descriptor_limit()
     options = server_options(max_message, None if limit is None else limit // 2)
-    interceptors = credentials.interceptors(
-        None if advertised is None else lambda: str(advertised()),
-        LAB_SERVICES if lab else frozenset[str](),
-        on_lab_refused,
-    )
-    server = grpc.aio.server(options=options, interceptors=interceptors)
+    server = grpc.aio.server(options=options, interceptors=check.interceptors())
     server.add_generic_rpc_handlers(tuple(services))
     try:
-        bound = _listen(server, address, ports or PortRange(address.port, address.port), credentials)
+        bound = _listen(server, address, ports or PortRange(address.port, address.port), check.credentials)
         on_bound(bound)
     except BaseException:
         await server.stop(None)
@@ -105,29 +115,18 @@ def _listen(server: grpc.aio.Server, address: Address, ports: PortRange, credent
     """Opens the first of these ports that is free; returns the address."""
     several = len(ports.ports) > 1
     for port in ports.ports:
-        if several and not _is_free(address.host, port):  # gRPC logs every port that it cannot open
+        if several and not can_listen(address.host, port):  # gRPC logs every port that it cannot open
             continue
         try:
-            return dataclasses.replace(
-                address, port=credentials.add_port(server, dataclasses.replace(address, port=port))
-            )
+            return replace(address, port=credentials.add_port(server, replace(address, port=port)))
         except RuntimeError:
             continue
     if not several:
-        where = dataclasses.replace(address, port=ports.low)
+        where = replace(address, port=ports.low)
         raise FailedPrecondition(
             f"cannot listen on {where}: the port is in use or not ours; choose another, or 0 for any"
         )
     raise FailedPrecondition(f"cannot listen on {address.host}: no port of {ports} is free; give a larger range")
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family):
-            return True
-    except OSError:
-        return False
 
 
 def write_address_file(path: Path, address: Address | Addresses) -> None:

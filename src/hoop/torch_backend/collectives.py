@@ -12,6 +12,7 @@ bytes have moved.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -45,7 +46,8 @@ def broadcast(links: GroupLinks, tensor: torch.Tensor, root: int, timeout: float
         view.copy_in()
     data = bytes_of(view.flat)
     description = Described("broadcast", tensor.dtype, tensor.numel(), root=f"from {root}")
-    links.run("broadcast", data.size, BYTES, data, data, timeout, root=root, description=description)
+    run = links.prepared("broadcast", data.size, BYTES, root=root, description=description)
+    run(data, data, time.monotonic() + timeout)
     if links.rank != root:
         view.copy_back()
 
@@ -56,7 +58,8 @@ def all_gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, timeou
         target = FlatTensors(outputs, copy_in=False)
         description = Described("all_gather", tensor.dtype, tensor.numel())
         sent, received = bytes_of(source), bytes_of(target.flat)
-        links.run("all_gather", source.nbytes, BYTES, sent, received, timeout, description=description)
+        run = links.prepared("all_gather", source.nbytes, BYTES, description=description)
+        run(sent, received, time.monotonic() + timeout)
         target.copy_back()
         return
     views = [ContiguousView(output) for output in outputs]
@@ -71,7 +74,8 @@ def all_gather_single(links: GroupLinks, output: torch.Tensor, tensor: torch.Ten
     view, source = ContiguousView(output), as_contiguous(tensor)
     description = Described("all_gather", tensor.dtype, tensor.numel())
     sent, received = bytes_of(source), bytes_of(view.flat)
-    links.run("all_gather", source.nbytes, BYTES, sent, received, timeout, description=description)
+    run = links.prepared("all_gather", source.nbytes, BYTES, description=description)
+    run(sent, received, time.monotonic() + timeout)
     view.copy_back()
 
 
@@ -80,7 +84,8 @@ def gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, root: int,
     target = FlatTensors(outputs, copy_in=False) if links.rank == root else None
     received = bytes_of(target.flat) if target is not None else empty_array(0)
     description = Described("gather", tensor.dtype, tensor.numel(), root=f"to {root}")
-    links.run("gather", source.nbytes, BYTES, bytes_of(source), received, timeout, root=root, description=description)
+    run = links.prepared("gather", source.nbytes, BYTES, root=root, description=description)
+    run(bytes_of(source), received, time.monotonic() + timeout)
     if target is not None:
         target.copy_back()
 
@@ -91,7 +96,8 @@ def scatter(links: GroupLinks, output: torch.Tensor, tensors: Tensors, root: int
     sent = bytes_of(blocks.flat) if blocks is not None else empty_array(0)
     received = bytes_of(view.flat)
     description = Described("scatter", output.dtype, output.numel(), root=f"from {root}")
-    links.run("scatter", received.size, BYTES, sent, received, timeout, root=root, description=description)
+    run = links.prepared("scatter", received.size, BYTES, root=root, description=description)
+    run(sent, received, time.monotonic() + timeout)
     view.copy_back()
 
 
@@ -116,12 +122,12 @@ def all_to_all_single(
     block = source.nbytes // links.size
     description = description or Described("all_to_all", tensor.dtype, tensor.numel())
     sent, received = bytes_of(source), bytes_of(view.flat)
-    links.run("all_to_all", block, BYTES, sent, received, timeout, description=description)
+    links.prepared("all_to_all", block, BYTES, description=description)(sent, received, time.monotonic() + timeout)
     view.copy_back()
 
 
 def barrier(links: GroupLinks, timeout: float) -> None:
-    links.run("barrier", 0, BYTES, empty_array(0), empty_array(0), timeout)
+    links.prepared("barrier", 0, BYTES)(empty_array(0), empty_array(0), time.monotonic() + timeout)
 
 
 # ---- collectives that reduce
@@ -137,9 +143,8 @@ def all_reduce(
     """``description``: the call that it is part of; None: an all_reduce itself."""
     if reduction.in_place and reduction.element is not None and is_plain(tensor):
         data = elements_of(tensor)
-        links.run(
-            "all_reduce", data.size, reduction.element, data, data, timeout, op=reduction.op, description=description
-        )
+        run = links.prepared("all_reduce", data.size, reduction.element, reduction.op, description=description)
+        run(data, data, time.monotonic() + timeout)
         return
     source = as_contiguous(reduction.prescale(tensor))
     view = ContiguousView(tensor)
@@ -150,16 +155,8 @@ def all_reduce(
     else:
         sent = elements_of(reduction.native_view(source))
         received = elements_of(reduction.native_view(view.flat))
-        links.run(
-            "all_reduce",
-            received.size,
-            reduction.element,
-            sent,
-            received,
-            timeout,
-            op=reduction.op,
-            description=description,
-        )
+        run = links.prepared("all_reduce", received.size, reduction.element, reduction.op, description=description)
+        run(sent, received, time.monotonic() + timeout)
     view.copy_back()
 
 
@@ -169,7 +166,8 @@ def all_reduce_compressed(
     """A lossy all_reduce of a plain float32 tensor."""
     assert reduction.element is not None, "float32 has an element type"
     data = elements_of(tensor)
-    links.run("all_reduce", data.size, reduction.element, data, data, timeout, op=reduction.op, compression=compression)
+    run = links.prepared("all_reduce", data.size, reduction.element, reduction.op, compression=compression)
+    run(data, data, time.monotonic() + timeout)
 
 
 def try_all_reduce(
@@ -213,17 +211,8 @@ def reduce(
     else:
         sent = elements_of(reduction.native_view(source))
         received = elements_of(reduction.native_view(result.flat)) if result is not None else sent[:0]
-        links.run(
-            "reduce",
-            sent.size,
-            reduction.element,
-            sent,
-            received,
-            timeout,
-            op=reduction.op,
-            root=root,
-            description=description,
-        )
+        run = links.prepared("reduce", sent.size, reduction.element, reduction.op, root, description=description)
+        run(sent, received, time.monotonic() + timeout)
     if result is not None:
         result.copy_back()
 
@@ -257,16 +246,8 @@ def reduce_scatter_single(
     else:
         received = elements_of(reduction.native_view(view.flat))
         sent = elements_of(reduction.native_view(source))
-        links.run(
-            "reduce_scatter",
-            received.size,
-            reduction.element,
-            sent,
-            received,
-            timeout,
-            op=reduction.op,
-            description=description,
-        )
+        run = links.prepared("reduce_scatter", received.size, reduction.element, reduction.op, description=description)
+        run(sent, received, time.monotonic() + timeout)
     view.copy_back()
 
 
@@ -292,5 +273,6 @@ def _all_gather_list(
     """The tensors of all ranks, which have the same shape, in rank order."""
     gathered = tensor.new_empty(links.size, *tensor.shape)
     sent, received = bytes_of(tensor), bytes_of(gathered)
-    links.run("all_gather", tensor.nbytes, BYTES, sent, received, timeout, description=description)
+    run = links.prepared("all_gather", tensor.nbytes, BYTES, description=description)
+    run(sent, received, time.monotonic() + timeout)
     return list(gathered)

@@ -313,9 +313,8 @@ class DeviceLinks:
         """
         own = np.array([sent, received], np.int64).reshape(-1)
         found = np.empty(own.size * self.size, np.int64)
-        self.links.run(
-            "all_gather", own.nbytes, BYTES, own.view(np.uint8), found.view(np.uint8), timeout, description=description
-        )
+        gather = self.links.prepared("all_gather", own.nbytes, BYTES, description=description)
+        gather(own.view(np.uint8), found.view(np.uint8), time.monotonic() + timeout)
         sizes = found.reshape(self.size, 2, self.size)
         different = np.argwhere(sizes[:, 0] != sizes[:, 1].T)
         if len(different):
@@ -470,7 +469,8 @@ class DeviceLinks:
         """Collective. The staging block of each rank, the token at its start, and the problem that the rank has."""
         own = np.frombuffer(_PROBE.pack(address, token, problem.encode()[:240]), np.uint8)
         found = np.empty(own.size * self.size, np.uint8)
-        self.links.run("all_gather", own.size, BYTES, own.copy(), found, timeout, description=description)
+        gather = self.links.prepared("all_gather", own.size, BYTES, description=description)
+        gather(own.copy(), found, time.monotonic() + timeout)
         probes = [_PROBE.unpack(row.tobytes()) for row in found.reshape(self.size, own.size)]
         return [(packed, first, text.rstrip(b"\0").decode(errors="ignore")) for packed, first, text in probes]
 

@@ -66,44 +66,28 @@ class GroupLinks:
 
     # ---- operations
 
-    def run(
-        self,
-        collective: str,
-        count: int,
-        kind: DType,
-        source: Array,
-        destination: Array,
-        timeout: float,
-        op: str = "sum",
-        root: int = 0,
-        compression: str = "",
-        description: Described | None = None,
-    ) -> None:
-        """Runs one collective in the calling thread, which must hold the work queue.
-
-        ``description``: the torch call that it is part of, which all ranks compare; None: the collective itself.
-        """
-        prepared = self._prepared_operation(collective, count, kind, op, root, compression, description)
-        prepared(source, destination, time.monotonic() + timeout)
-
     def try_all_reduce(self, data: Array, kind: DType, op: str, timeout: float) -> Callable[[], None] | None:
         """Runs an in-place all_reduce if the other ranks arrive within INLINE_WAIT_SECONDS.
 
         Returns None if it is done, else the function that resumes it.
         """
-        prepared, now = self._prepared_operation("all_reduce", data.size, kind, op, 0), time.monotonic()
+        prepared, now = self.prepared("all_reduce", data.size, kind, op), time.monotonic()
         return prepared.try_run(data, data, now + min(INLINE_WAIT_SECONDS, timeout), now + timeout)
 
-    def _prepared_operation(
+    def prepared(
         self,
         collective: str,
         count: int,
         kind: DType,
-        op: str,
-        root: int,
+        op: str = "sum",
+        root: int = 0,
         compression: str = "",
         description: Described | None = None,
     ) -> PreparedOperation:
+        """One collective, to be called with source, destination and deadline in a thread that holds the work queue.
+
+        ``description``: the torch call that it is part of, which all ranks compare; None: the collective itself.
+        """
         key = collective, count, kind.name, op, root, compression, description
         prepared = self._prepared.get(key)
         if prepared is None:
@@ -117,7 +101,7 @@ class GroupLinks:
 
     def native_sum(self, count: int, kind: DType) -> PreparedOperation | None:
         """The in-place sum of this many elements, if it has run before and runs in the native core; else None."""
-        prepared = self._prepared_operation("all_reduce", count, kind, "sum", 0)
+        prepared = self.prepared("all_reduce", count, kind)
         return prepared if prepared.native is not None else None
 
     def exchange(

@@ -19,7 +19,8 @@ import hmac
 import os
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from hoop.errors import LinkCorrupted, PeerLost
@@ -118,19 +119,13 @@ def greet(
     """
     if key:
         authenticate(sock, hello, key, wakeup, deadline, stop)
-    try:
+    with _closed_on_failure(sock, "it did not accept the lane"):
         if not key:
             sock.sendmsg([memoryview(hello.pack())])  # small enough that a new socket accepts it at once
         if hello.kind == FrameKind.LANE:
             answer, _ = _read_answer(sock, wakeup, deadline, stop)
             if answer.kind != FrameKind.LANE:
                 raise LinkCorrupted(f"it answered with a frame of kind {answer.kind}")
-    except LinkCorrupted as error:
-        sock.close()
-        raise PeerLost(f"it did not accept the lane: {error}") from None
-    except BaseException:
-        sock.close()
-        raise
 
 
 def authenticate(
@@ -146,7 +141,7 @@ def authenticate(
     Raises TimeoutError at the deadline, InterruptedError once ``stop`` is true, PeerLost if the other end refuses the
     link or does not have the key.
     """
-    try:
+    with _closed_on_failure(sock, "it did not prove itself"):
         head, nonce = replace(hello, length=NONCE_BYTES).pack(), os.urandom(NONCE_BYTES)
         sock.send(head + nonce)  # (1): small enough that a new socket accepts it at once
         answer, payload = _read_answer(sock, wakeup, deadline, stop)
@@ -156,9 +151,16 @@ def authenticate(
         ):
             raise PeerLost("it could not prove that it belongs to this cluster: have both the same token?")
         sock.send(_proof(key, b"dials", head, nonce + peer_nonce))  # (3)
+
+
+@contextmanager
+def _closed_on_failure(sock: socket.socket, problem: str) -> Iterator[None]:
+    """Closes the socket if the block raises; a damaged answer is raised as PeerLost, which begins with ``problem``."""
+    try:
+        yield
     except LinkCorrupted as error:
         sock.close()
-        raise PeerLost(f"it did not prove itself: {error}") from None
+        raise PeerLost(f"{problem}: {error}") from None
     except BaseException:
         sock.close()
         raise

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from hoop.cli.commands import command_line
 from hoop.data.mnist import mnist
 from hoop.errors import NotFound
+from hoop.lab.papers import parallel_mnist
 from hoop.lab.papers.catalog import STUDIES, Study, study_named, summary
 from hoop.lab.papers.experiment import Experiment, Findings, How, Verdict, busy_cores, make_table, stored_claims
 from hoop.lab.papers.mnist_pipeline import listing_3
@@ -136,3 +137,22 @@ def test_busy_cores_counts_a_spinning_process() -> None:
             assert busy_cores() > 0.1
         finally:
             spinning.kill()
+
+
+@pytest.mark.parametrize(("cores", "nodes", "at"), [(1, [1, 2, 4], 1), (3, [1, 2, 4], 2), (12, [1, 2, 4, 8], 8)])
+def test_claims_about_speed_are_of_the_most_nodes_with_a_core_each(
+    monkeypatch: pytest.MonkeyPatch, cores: int, nodes: list[int], at: int
+) -> None:
+    monkeypatch.setattr("hoop.lab.papers.experiment.available_cores", lambda: cores)
+    monkeypatch.setattr(parallel_mnist, "has_ray", lambda: False)
+    rows = [("by hand, serial", 1), *(("Hoop", count) for count in nodes)]
+    table = [
+        {"pixels": side**2, "who": who, "nodes": count, "epoch": 1 / count, "to serial": float(count)}
+        for side in parallel_mnist.SIDES
+        for who, count in rows
+    ]
+    findings = Findings()
+    parallel_mnist._speed(Experiment(other_busy_cores=0.0), findings, table, nodes)
+    first, second = findings.claims
+    assert first.ours == f"{at}.00x to {at}.00x on {at} cores, to the serial program by hand"
+    assert (second.ours, second.verdict) == (f"Hoop: {at}.00x on {at} nodes, 12544 pixels", "holds")

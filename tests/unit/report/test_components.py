@@ -16,6 +16,7 @@ from hoop.report.chart import MAX_SPANS
 from hoop.report.components import (
     MAX_POINTS,
     PAGE_SCRIPT,
+    Axis,
     Mark,
     MarkKind,
     Series,
@@ -65,7 +66,7 @@ def test_charts_of_devices_have_a_row_for_each_and_a_legend_of_kinds(devices: in
 
 
 def test_a_legend_is_beside_the_plot_and_covers_nothing() -> None:
-    found = curve([Series.of("training", [1, 2], [3.0, 4.0])], "loss")
+    found = curve([Series.of("training", [1, 2], [3.0, 4.0])], Axis("loss"))
     (legend,) = found.select({"type": Legend})
     assert legend in found.above
 
@@ -119,7 +120,7 @@ def test_marks_tell_what_happened_how_long_it_took_and_what_was_repeated() -> No
     assert columns["pause"] == ["69 ms", "–"]
     assert columns["repeated"] == ["shards 1, 2", "–"]
     assert run_marks(marks).y_range.factors == ["checkpoint", "recovered"]
-    found = curve([Series.of("training", [1, 2], [3.0, 4.0])], "loss")
+    found = curve([Series.of("training", [1, 2], [3.0, 4.0])], Axis("loss"))
     add_mark_lines(found, ColumnDataSource(columns), (MarkKind.LOST, MarkKind.RECOVERED))
     assert legend_labels(found) == ["training", "recovered"]
 
@@ -134,7 +135,7 @@ def test_a_text_is_no_formula_and_printable(text: str) -> None:
 def test_a_tooltip_template_has_no_text_from_outside() -> None:
     """Bokeh reads ``@name`` and HTML in the value of a tooltip, and shows its label as text."""
     hostile = "<img src=x onerror=alert(1)> @y"
-    found = curve([Series.of(hostile, [1], [2.0])], "loss")
+    found = curve([Series.of(hostile, [1], [2.0])], Axis("loss"))
     for hover in found.select({"type": HoverTool}):
         assert all("<" not in value for _, value in hover.tooltips)
 
@@ -152,10 +153,10 @@ def test_every_colour_is_one_of_the_theme() -> None:
 
 
 def test_a_legend_has_as_many_columns_as_fit_on_a_phone_and_its_rows_do_not_shrink_the_plot() -> None:
-    few = curve([Series.of(f"s{index}", [1], [1.0]) for index in range(6)], "loss")
-    long = curve([Series.of(f"a rather long name, number {index}", [1], [1.0]) for index in range(6)], "loss")
+    few = curve([Series.of(f"s{index}", [1], [1.0]) for index in range(6)], Axis("loss"))
+    long = curve([Series.of(f"a rather long name, number {index}", [1], [1.0]) for index in range(6)], Axis("loss"))
     assert (few.legend[0].ncols, long.legend[0].ncols) == (3, 1)
-    assert long.height - few.height == 4 * (few.height - curve([], "loss").height) / 2
+    assert long.height - few.height == 4 * (few.height - curve([], Axis("loss")).height) / 2
 
 
 @pytest.mark.parametrize(

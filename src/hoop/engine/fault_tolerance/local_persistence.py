@@ -187,12 +187,22 @@ class InPlaceState:
         """
         self._setup, self.executor, self._arena_shards = setup, setup.executor, arena_shards
         self._record: CommitRecord | None = None
-        stage, names = setup.executor.stage_states[0], names_of(setup.model)
+        self._untrained = self._untrained_names()
+        if persistent_memory:
+            self._record = vectors.commit_record("state", self._place_rows(vectors, resumed))
+            self._step_log = StepLog(vectors, setup.role.provenance)
+            self._update = self.executor.handler(InstructionKind.UPDATE)
+            self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
+
+    def _untrained_names(self) -> set[str]:
+        """Names of the parameters that a state in the arena may lack: those that are not trained."""
+        names = names_of(self._setup.model)
+        return {names[id(one)] for one in self.executor.stage_states[0].layout.frozen}
+
+    def _place_rows(self, vectors: StateVectors, resumed: bool) -> list[StateRow]:
+        """Allocates the copies of what is not in the vectors of the state; returns where each part of the state is."""
+        stage, names = self.executor.stage_states[0], names_of(self._setup.model)
         layout = stage.layout
-        frozen = [LiveSlice(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
-        self._untrained = {one.name for one in frozen}
-        if not persistent_memory:
-            return
         rows: list[StateRow] = []
         for offset, one in zip(layout.offsets, layout.parameters, strict=False):
             name, size, start = names[id(one)], one.numel(), 4 * offset
@@ -206,15 +216,12 @@ class InPlaceState:
             rows.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
         self._buffers_copy = vectors.new("buffers", layout.state - layout.trained)
         self._counters = [LiveSlice(names[id(one)], 0, one.view(-1)) for one in layout.counters]
-        known = {spec.name for shard in arena_shards for spec in shard.slices}
+        known = {spec.name for shard in self._arena_shards for spec in shard.slices}
+        frozen = [LiveSlice(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
         self._frozen = [one for one in frozen if resumed or one.name in known]
         self._counters_copy = _allocate(vectors, "counters", self._counters)
         self._frozen_copy = _allocate(vectors, "fixed", self._frozen)
-        rows += state_rows(self._counters_copy.slices, "counters") + state_rows(self._frozen_copy.slices, "fixed")
-        self._record = vectors.commit_record("state", rows)
-        self._step_log = StepLog(vectors, setup.role.provenance)
-        self._update = self.executor.handler(InstructionKind.UPDATE)
-        self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
+        return rows + state_rows(self._counters_copy.slices, "counters") + state_rows(self._frozen_copy.slices, "fixed")
 
     def _update_and_commit(self, instruction: Instruction) -> None:
         self.invalidate()
@@ -258,27 +265,18 @@ class InPlaceState:
 class CustomInPlaceState(InPlaceState):
     """Custom training (``engine/custom``): the commit record of a ``CustomState`` has one row, its whole vector."""
 
-    def __init__(
-        self,
-        setup: TrainingSetup,
-        vectors: StateVectors,
-        arena_shards: Sequence[StateShard],
-        resumed: bool,
-        persistent_memory: bool,
-    ) -> None:
-        self._setup, self.executor, self._arena_shards = setup, setup.executor, arena_shards
-        self._untrained = set()
-        self._record: CommitRecord | None = None
-        state = setup.executor.stage_states[0]
+    @property
+    def _state(self) -> CustomState:
+        state = self.executor.stage_states[0]
         assert isinstance(state, CustomState)
-        self._state = state
-        if not persistent_memory:
-            return
-        words = state.state_array.size
-        self._record = vectors.commit_record("state", [(WHOLE_VECTOR, 0, words, 4 * words, "stage0.weights", 0)])
-        self._step_log = StepLog(vectors, setup.role.provenance)
-        self._update = self.executor.handler(InstructionKind.UPDATE)
-        self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
+        return state
+
+    def _untrained_names(self) -> set[str]:
+        return set()
+
+    def _place_rows(self, vectors: StateVectors, resumed: bool) -> list[StateRow]:
+        words = self._state.state_array.size
+        return [(WHOLE_VECTOR, 0, words, 4 * words, "stage0.weights", 0)]
 
     def commit(self, step: int) -> int:
         if self._record is not None:

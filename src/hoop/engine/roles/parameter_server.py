@@ -19,7 +19,7 @@ On GPUs of one host, weights and gradients go from GPU to GPU (``peer_tensors.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +46,7 @@ from hoop.engine.stage.weight_slices import (
     weight_slices,
 )
 from hoop.engine.step_schedule import StepWork
+from hoop.engine.tensor_channel import TensorReceiver
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.strategies.base import Strategy
 from hoop.transport.base import PendingSend
@@ -55,10 +56,38 @@ ASYNC_STRIDE = 32
 and the model can be evaluated. At most this many steps are run again when a device is lost."""
 
 
+class _ServerStrategyRole(RankRole):
+    """A rank of a parameter server strategy, worker or server."""
+
+    def __init__(self, executor: PlanExecutor, strategy: Strategy) -> None:
+        super().__init__(executor)
+        self._strategy = strategy
+        self._works: Sequence[StepWork] = ()
+        self.stride = 1 if strategy.synchronous else ASYNC_STRIDE
+
+    @property
+    def sees_stop_vote(self) -> bool:
+        return False
+
+    @property
+    def num_checkpoint_parts(self) -> int:
+        return 1 + len(self.executor.plan.servers)
+
+    def _run(self, works: Sequence[StepWork], execute: Callable[[Instruction], None], receiver: TensorReceiver) -> None:
+        """Run these steps: the plan's list of instructions, or ``execute`` those of the strategy's rule."""
+        executor = self.executor
+        rule = self._strategy.rule(executor.plan, executor.rank, len(works))
+        if rule is not None:
+            RuleExecutor(executor, rule, len(works), execute, receiver=receiver).run()
+            return
+        for work in works:
+            executor.step(work.position, work.samples)
+
+
 # ---- client side
 
 
-class ServerClientRole(RankRole):
+class ServerClientRole(_ServerStrategyRole):
     """A worker: receives the weights, computes its shards, pushes their gradient.
 
     It holds a copy of the weights and gradient slots, but neither optimizer state nor a total. Weights are received
@@ -66,8 +95,7 @@ class ServerClientRole(RankRole):
     """
 
     def __init__(self, executor: PlanExecutor, strategy: Strategy) -> None:
-        super().__init__(executor)
-        self._strategy = strategy
+        super().__init__(executor, strategy)
         self._stage_state = executor.stage_states[0]
         self._slices = weight_slices(self._stage_state.layout, len(executor.plan.servers))
         mine = executor.plan.computed_by(executor.rank, 0)
@@ -78,33 +106,17 @@ class ServerClientRole(RankRole):
             self._device_state = self._stage_state
             self._device_state.keep_rows()
         self._step, self._slices_received = -1, 0
-        self._works: Sequence[StepWork] = ()
-        self.stride = 1 if strategy.synchronous else ASYNC_STRIDE
         executor.register_handlers({InstructionKind.GET: self._get, InstructionKind.PUSH: self._push})
 
     @property
     def is_reporter(self) -> bool:
         return False
 
-    @property
-    def sees_stop_vote(self) -> bool:
-        return False
-
-    @property
-    def num_checkpoint_parts(self) -> int:
-        return 1 + len(self.executor.plan.servers)
-
     # ---- steps
 
     def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
-        executor = self.executor
-        rule = self._strategy.rule(executor.plan, executor.rank, len(works))
-        if rule is None:
-            for work in works:
-                executor.step(work.position, work.samples)
-            return []
         self._works, self._step, self._slices_received = works, -1, 0
-        RuleExecutor(executor, rule, len(works), self._execute, receiver=self._weights_of).run()
+        self._run(works, self._execute, self._weights_of)
         return []
 
     def _execute(self, instruction: Instruction) -> None:
@@ -181,15 +193,14 @@ class ServerClientRole(RankRole):
 # ---- server side
 
 
-class ParameterServerRole(RankRole):
+class ParameterServerRole(_ServerStrategyRole):
     """A server: owns one slice of the weights and of the optimizer state."""
 
     def __init__(
         self, executor: PlanExecutor, strategy: Strategy, blocks: Sequence[nn.Module], vectors: StateVectors
     ) -> None:
-        super().__init__(executor)
+        super().__init__(executor, strategy)
         plan = executor.plan
-        self._strategy = strategy
         self._layout = StateLayout(blocks, plan.num_microbatches)
         self._number = plan.servers.index(executor.rank)
         self._is_last = self._number == len(plan.servers) - 1
@@ -204,11 +215,9 @@ class ParameterServerRole(RankRole):
         self._pending_gives: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
         """Number of pushes received from each worker since the last synchronisation point."""
-        self._works: Sequence[StepWork] = ()
         self._loss_sums: list[float] = []
         self._updates = 0
         """Number of updates since the first step, which Adam's bias correction needs."""
-        self.stride = 1 if strategy.synchronous else ASYNC_STRIDE
         executor.register_handlers(
             {
                 InstructionKind.GIVE: self._give,
@@ -222,29 +231,15 @@ class ParameterServerRole(RankRole):
     def is_reporter(self) -> bool:
         return self._is_last
 
-    @property
-    def sees_stop_vote(self) -> bool:
-        return False
-
-    @property
-    def num_checkpoint_parts(self) -> int:
-        return 1 + len(self.executor.plan.servers)
-
     # ---- steps
 
     def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
-        executor = self.executor
         self._works, self._loss_sums = works, [0.0] * len(works)
         self._pushes.clear()
         self.provenance.forget(works[0].position.done)
         updates_per_step = 1 if self._strategy.synchronous else len(self._active_workers)
         self._updates = works[0].position.done * updates_per_step
-        rule = self._strategy.rule(executor.plan, executor.rank, len(works))
-        if rule is None:
-            for work in works:
-                executor.step(work.position, work.samples)
-        else:
-            RuleExecutor(executor, rule, len(works), self._execute, receiver=self._rows_of).run()
+        self._run(works, self._execute, self._rows_of)
         if not self._is_last:
             return []
         return [total / len(work.samples) for total, work in zip(self._loss_sums, works, strict=True)]
@@ -255,11 +250,13 @@ class ParameterServerRole(RankRole):
         self.executor.execute(instruction)
 
     def _give(self, instruction: Instruction) -> None:
-        channel, on_device = self.executor.channel, self._shard.device_weights()
-        if on_device is not None and channel.send_from_device(instruction, on_device, self.deadline()):
-            return
-        weights = torch.from_numpy(self._shard.current_weights())
-        pending = channel.send(instruction, weights, self.deadline())
+        shard = self._shard
+        pending = self.executor.channel.send_or_copy(
+            instruction,
+            shard.device_weights(),
+            lambda: torch.from_numpy(shard.current_weights()),
+            self.deadline(),
+        )
         if pending is not None:
             self._pending_gives.append(pending)
 

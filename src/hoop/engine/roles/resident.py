@@ -20,6 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,7 +37,7 @@ from hoop.engine.job import names_of
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole
 from hoop.engine.stage.gpu_resident_state import ResidentStageState
-from hoop.engine.stage.gpu_resident_step import BatchLoader, ResidentStep, StepInputs
+from hoop.engine.stage.gpu_resident_step import BatchLoader, RankRows, ResidentStep, StepInputs
 from hoop.engine.stage.peer_row_selection import open_peer_rows
 from hoop.engine.stage.peer_rows import SETS, PeerRows
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
@@ -85,9 +86,7 @@ class ResidentRole(RankRole):
         self._upload_stream = torch.cuda.Stream(accelerator.device) if accelerator.cuda else None  # type: ignore[no-untyped-call]
         self._plan: Plan | None = None
         """Plan for which the attributes below are made."""
-        self._merge_plan = MergePlan((), (), (), 0)
-        self._rows = self._total = torch.zeros(0)
-        self._peers: PeerRows | None = None
+        self._memory = RankRows(0, MergePlan((), (), (), 0), torch.zeros(0), torch.zeros(0))
         self._steps: dict[int, ResidentStep] = {}
         """The steps that are ready to run, by number of samples in the global batch."""
         self._before_reduce: list[Instruction] = []
@@ -115,16 +114,16 @@ class ResidentRole(RankRole):
         deadline = time.monotonic() + settings.timeout_s
         shards, ranks = plan.num_microbatches, range(plan.size)
         plans = [merge_plan(plan.computed_by(rank, 0), shards) for rank in ranks]
-        self._merge_plan = plans[executor.rank]
-        total = state.layout.total
+        mine, count = plans[executor.rank], state.layout.total
         if context.size > 1:
-            self._peers = open_peer_rows(
+            total = state.accelerator.vector("total", count)
+            peers = open_peer_rows(
                 context.communicator, plans, shards, state, self._vectors, deadline, settings.timeout_s
             )
-            self._rows, self._total = self._peers.own, state.accelerator.vector("total", total)
+            self._memory = RankRows(shards, mine, peers.own, total, peers)
         else:
-            self._rows = state.accelerator.vector("rows", shards * total).view(1, shards, total)
-            self._total = self._rows[0, 0]
+            rows = state.accelerator.vector("rows", shards * count).view(1, shards, count)
+            self._memory = RankRows(shards, mine, rows, rows[0, 0])
         self._before_reduce = [
             one for one in plan.ranks[executor.rank] if one.kind not in (InstructionKind.REDUCE, InstructionKind.UPDATE)
         ]
@@ -133,9 +132,9 @@ class ResidentRole(RankRole):
     def _drop_steps(self) -> None:
         self._state.accelerator.synchronize()
         self._steps.clear()
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
+        if self._memory.peers is not None:
+            self._memory.peers.close()
+            self._memory = replace(self._memory, peers=None)
         self._plan = None
 
     def _step_for(self, batch: int) -> ResidentStep:
@@ -144,20 +143,7 @@ class ResidentRole(RankRole):
         if found is None:
             settings, objective = self.executor.settings, self.executor.objective
             assert objective is not None, "custom training is not resident"
-            found = ResidentStep(
-                self._state,
-                self._loader,
-                self._inputs,
-                objective,
-                settings.optimizer.clip,
-                batch,
-                self._merge_plan,
-                self.executor.plan.num_microbatches,
-                settings.accumulate,
-                self._rows,
-                self._total,
-                self._peers,
-            )
+            found = ResidentStep(self._state, self._loader, self._inputs, objective, settings, batch, self._memory)
             if settings.graphs:
                 began = now()
                 found.capture()
@@ -193,10 +179,10 @@ class ResidentRole(RankRole):
             if self._inputs.exact_rate is not None:
                 self._inputs.exact_rate = work.rate
             done = work.position.done
-            step.seeds = [microbatch_seed(executor.settings.seed, done, micro) for micro in self._merge_plan.order]
+            step.seeds = [microbatch_seed(executor.settings.seed, done, micro) for micro in self._memory.plan.order]
             started = now()
             self._call_hooks(done, self._before_reduce)
-            if self._peers is None:
+            if self._memory.peers is None:
                 step.whole()
                 if self._loaded == awaited:
                     self._load(self._steps_per_load, stop)
@@ -206,7 +192,7 @@ class ResidentRole(RankRole):
                 step.compute(number)
                 if self._loaded == awaited:
                     self._load(self._steps_per_load, stop)
-                self._meet_and_finish(step, self._peers, number, done, started)
+                self._meet_and_finish(step, self._memory.peers, number, done, started)
             self._finished += 1
             executor.steps_updated = done + 1
             if executor.extra_slowdown:
@@ -241,7 +227,7 @@ class ResidentRole(RankRole):
         first, works = self._loaded, self._works[self._loaded : self._loaded + count]
         if not works:
             return
-        order, shards, device = self._merge_plan.order, self.executor.plan.num_microbatches, self._state.device_id
+        order, shards, device = self._memory.plan.order, self.executor.plan.num_microbatches, self._state.device_id
         move = float(self.executor.context.reassignment_ready())
         steps: list[Indices] = []
         for index, work in enumerate(works, start=first):
@@ -322,7 +308,7 @@ class ResidentRole(RankRole):
     def launches(self, batch: int) -> dict[str, Callable[[], None]]:
         """What a step of ``batch`` samples launches on the GPU, by name. Only in a ``rehearsal``, after a step."""
         step = self._step_for(batch)
-        if self._peers is None:
+        if self._memory.peers is None:
             return {"whole": step.whole}
         return {"compute": partial(step.compute, 0), "finish": partial(step.finish, 0)}
 
@@ -333,7 +319,8 @@ class ResidentRole(RankRole):
     @property
     def bytes_read(self) -> int:
         """Bytes that the kernels of a step read from other ranks; 0 where ``meet`` brings them."""
-        return self._peers.bytes_per_step if self._peers is not None and self._peers.captured else 0
+        peers = self._memory.peers
+        return peers.bytes_per_step if peers is not None and peers.captured else 0
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a CUDA error every call fails with it

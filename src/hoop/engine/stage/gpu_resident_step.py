@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from hoop.collectives.shard_tree import MergePlan, Node
 from hoop.data.dataset import Dataset, Indices
 from hoop.data.sampler import shard
+from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import AutogradStage, Objective
 from hoop.engine.stage.gpu_resident_state import ResidentStageState
@@ -151,6 +153,22 @@ class Launch:
         self._graph.replay() if self._graph is not None else self._function()
 
 
+@dataclass(frozen=True)
+class RankRows:
+    """The shards that one rank computes in a plan, and the memory of their gradients."""
+
+    shards: int
+    """Number of shards of all ranks."""
+    plan: MergePlan
+    """The shards of this rank."""
+    rows: Tensor
+    """Gradients, indexed by (set, shard, element)."""
+    total: Tensor
+    """Memory for the sum over all ranks; the first row, if there is one rank."""
+    peers: PeerRows | None = None
+    """The rows of all ranks; None if there is one rank."""
+
+
 class ResidentStep:
     """The step of one rank for batches of one size, in one plan."""
 
@@ -160,22 +178,14 @@ class ResidentStep:
         loader: BatchLoader,
         inputs: StepInputs,
         objective: Objective,
-        clip: float,
+        settings: Settings,
         batch: int,
-        plan: MergePlan,
-        shards: int,
-        accumulate: int,
-        rows: Tensor,
-        total: Tensor,
-        peers: PeerRows | None,
+        memory: RankRows,
     ) -> None:
-        """``plan``: the shards of this rank. ``peers``: None if there is one rank.
-
-        ``rows``: (set, shard, element), for gradients. ``total``: memory for the sum; the first row, if there is one
-        rank.
-        """
+        """``batch``: samples of the global batch."""
+        plan, shards, rows, peers = memory.plan, memory.shards, memory.rows, memory.peers
         self._state, self._loader, self._inputs, self._objective = state, loader, inputs, objective
-        self._clip, self._batch, self._peers = clip, batch, peers
+        self._clip, self._batch, self._peers = settings.optimizer.clip, batch, peers
         everything = np.arange(batch, dtype=np.int64)
         self._spans: list[tuple[int, int]] = []
         """First sample and end of each shard, in the batch of this rank."""
@@ -192,8 +202,8 @@ class ResidentStep:
         self._all_rows, self._all_views = rows, [[state.device_views(row) for row in one] for one in rows]
         self._rows, self._views = rows[0], self._all_views[0]
         self._rate = self._count = self._targets = torch.zeros(0)
-        self._total = total
-        self._lanes = max(1, -(-len(self._order) // accumulate))
+        self._total = memory.total
+        self._lanes = max(1, -(-len(self._order) // settings.accumulate))
         """Maximum number of shards that are computed at the same time."""
         self._streams: list[torch.cuda.Stream] = []
         self._aux: torch.cuda.Stream | None = None

@@ -123,13 +123,33 @@ def _wait_dead(
 
 
 CHUNK_DEVICES = 4
+GROUPED = 8
+"""Operations of a group, which share the cost of a launch."""
 
 
 def chunked_ring(experiment: Experiment, findings: Findings) -> None:
-    """Measure the chunked ring by chunk size, and the plain ring. Several operations share the cost of a launch."""
+    """Compare the chunked with the plain ring: measured by size of chunk, and simulated between machines."""
     count = (1 if experiment.quick else 4) << 20
+    segment = 4 * count // CHUNK_DEVICES
+    table = _time_chunks(experiment, count, segment)
+    findings.section(
+        "Chunked against plain ring",
+        f"The same bytes move; chunks decide in how many messages. A segment of this ring is {format_size(segment)}: a "
+        "chunk of that size or more **is** the plain ring, and how far its row is from plain is the noise. Smaller "
+        "chunks let adding overlap with moving, and cost a message each.",
+        make_table(table, "Chunked ring by size of chunk", chunked="ms", plain="ms"),
+        _chunk_chart(table, count),
+    )
+    _simulated(findings)
+    _claim_chunks(experiment, findings, [row for row in table if row["bytes"] < segment])
+
+
+def _time_chunks(experiment: Experiment, count: int, segment: int) -> list[dict[str, Any]]:
+    """Measure an all-reduce of ``count`` elements by the plain ring, and by the chunked ring with each size of chunk.
+
+    ``segment``: the bytes of a rank's segment of the ring.
+    """
     chunks = [1 << power for power in ((14, 16, 18, 20) if experiment.quick else range(13, 23))]
-    operations = 8
     experiment.log(f"chunked ring: {format_size(4 * count)} on {CHUNK_DEVICES} devices, {len(chunks)} sizes of chunks")
     table: list[dict[str, Any]] = []
     with experiment.cluster(CHUNK_DEVICES, memory="128MiB") as address, connect(address) as client:
@@ -139,13 +159,12 @@ def chunked_ring(experiment: Experiment, findings: Findings) -> None:
         def ring(**options: Any) -> float:
             def call() -> None:
                 with comm.group():
-                    for _ in range(operations):
+                    for _ in range(GROUPED):
                         comm.all_reduce(buffer, op="max", **options)
 
-            return 1000 * median_seconds(call, 0.3 if experiment.quick else 2.0, least=3) / operations
+            return 1000 * median_seconds(call, 0.3 if experiment.quick else 2.0, least=3) / GROUPED
 
         plain = ring(algorithm="ring")
-        segment = 4 * count // CHUNK_DEVICES
         for chunk in chunks:
             ms = ring(algorithm="chunked_ring", chunk_bytes=chunk)
             messages = 2 * (CHUNK_DEVICES - 1) * -(-segment // min(chunk, segment))
@@ -159,38 +178,31 @@ def chunked_ring(experiment: Experiment, findings: Findings) -> None:
                     "how": "measured",
                 }
             )
-    chunked_rows = [row for row in table if row["bytes"] < segment]
-    best = min(chunked_rows, key=lambda row: float(row["chunked"]))
-    worst = max(chunked_rows, key=lambda row: float(row["chunked"]))
-    chart = Chart(
+    return table
+
+
+def _chunk_chart(table: list[dict[str, Any]], count: int) -> Chart:
+    line = ChartLine("chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table])
+    return Chart(
         "chunks",
         f"All-reduce of {format_size(4 * count)} by size of chunk",
-        [
-            Lines(
-                "time (ms)",
-                [ChartLine("chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table])],
-                rules={"plain ring": plain},
-            )
-        ],
+        [Lines("time (ms)", [line], rules={"plain ring": table[0]["plain"]})],
         x_label="bytes a chunk",
         x_kind="log",
         subtitle=f"measured, {CHUNK_DEVICES} devices of one host",
     )
-    findings.section(
-        "Chunked against plain ring",
-        f"The same bytes move; chunks decide in how many messages. A segment of this ring is {format_size(segment)}: a "
-        "chunk of that size or more **is** the plain ring, and how far its row is from plain is the noise. Smaller "
-        "chunks let adding overlap with moving, and cost a message each.",
-        make_table(table, "Chunked ring by size of chunk", chunked="ms", plain="ms"),
-        chart,
-    )
-    _simulated(findings)
-    gain = plain / best["chunked"]
+
+
+def _claim_chunks(experiment: Experiment, findings: Findings, chunked: list[dict[str, Any]]) -> None:
+    """``chunked``: the rows whose chunk is smaller than a segment."""
+    best = min(chunked, key=lambda row: float(row["chunked"]))
+    worst = max(chunked, key=lambda row: float(row["chunked"]))
+    gain = best["plain"] / best["chunked"]
     findings.claim(
         "a chunked ring is better than the plain one",
         paper="chosen by argument, not measured",
         ours=f"best at {best['chunk']}: {gain:.2f}x the plain ring's speed; worst at {worst['chunk']}: "
-        f"{plain / worst['chunked']:.2f}x",
+        f"{worst['plain'] / worst['chunked']:.2f}x",
         how="measured",
         verdict=experiment.timing_verdict("in part" if gain > 1.05 else "does not hold"),
         why="it depends on the chunk: too small and messages dominate, too large and it is the plain ring",
@@ -252,44 +264,14 @@ def run(experiment: Experiment) -> Findings:
 
 def _restart(experiment: Experiment, findings: Findings) -> None:
     """Kill a device and let a new one join during a training; compare with an undisturbed training."""
-    killed: list[int] = []
-
-    def on_event(running: RunningCluster, event: JobEvent) -> None:
-        if isinstance(event, Steps) and not killed:
-            killed.append(event.first + len(event.loss))
-            running.signal(running.pids()[VICTIM], signal.SIGKILL)
-        elif isinstance(event, Recovered | Resized):
-            if event.ranks == DEVICES - 1:
-                running.join(parse_size("256MiB", "memory"))
-            else:
-                running.stop()
-
-    disturbed = experiment.train(
-        "a device is killed, another joins", "mnist", devices=DEVICES, on_event=on_event, **TRAINING
-    )
+    disturbed, killed = _train_disturbed(experiment)
     steps = disturbed.summary["steps"]
     undisturbed = experiment.train("the same, undisturbed", "mnist", devices=DEVICES, max_steps=steps, **TRAINING)
-    same = disturbed.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
     changes = [one for one in disturbed.events if isinstance(one, Recovered | Resized)]
     table = [_row("undisturbed", undisturbed), _row("killed, joined", disturbed)]
-    chart = Chart(
-        "restart",
-        "Loss, with a device killed and another joined",
-        [
-            Lines(
-                "training loss",
-                [
-                    ChartLine("undisturbed", range(len(undisturbed.losses)), undisturbed.losses),
-                    ChartLine("disturbed", range(len(disturbed.losses)), disturbed.losses, dashed=True),
-                ],
-            )
-        ],
-        x_label="step",
-        subtitle=f"measured, {DEVICES} devices; the lines lie on each other if nothing was lost",
-    )
     findings.section(
         "Transparent restart, and a device that joins",
-        f"Device {VICTIM} of {DEVICES} is killed (SIGKILL) after step {killed[0] if killed else 'none'}; the others go "
+        f"Device {VICTIM} of {DEVICES} is killed (SIGKILL) after step {killed or 'none'}; the others go "
         "on, a new device joins and takes its share. The weights at the end are compared, bit by bit, with those of a "
         "run that nothing happened to.",
         make_table(table, "A training that loses and gains a device", longest_pause="s", time="s"),
@@ -298,8 +280,9 @@ def _restart(experiment: Experiment, findings: Findings) -> None:
             "Changes of the ranks",
             pause="s",
         ),
-        chart,
+        _loss_chart(undisturbed, disturbed),
     )
+    same = disturbed.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
     pauses = ", ".join(f"{one.pause_s:.2f} s" for one in changes) or "no recovery"
     findings.claim(
         "a failed device is restarted transparently",
@@ -317,6 +300,40 @@ def _restart(experiment: Experiment, findings: Findings) -> None:
         f"{'identical' if same else 'differ'}",
         how="measured",
         verdict="holds" if joined and same else "not shown",
+    )
+
+
+def _train_disturbed(experiment: Experiment) -> tuple[TrainingRun, int | None]:
+    """Train, kill a device, and let another join; returns the step after which it was killed, if it was."""
+    killed: list[int] = []
+
+    def on_event(running: RunningCluster, event: JobEvent) -> None:
+        if isinstance(event, Steps) and not killed:
+            killed.append(event.first + len(event.loss))
+            running.signal(running.pids()[VICTIM], signal.SIGKILL)
+        elif isinstance(event, Recovered | Resized):
+            if event.ranks == DEVICES - 1:
+                running.join(parse_size("256MiB", "memory"))
+            else:
+                running.stop()
+
+    trained = experiment.train(
+        "a device is killed, another joins", "mnist", devices=DEVICES, on_event=on_event, **TRAINING
+    )
+    return trained, killed[0] if killed else None
+
+
+def _loss_chart(undisturbed: TrainingRun, disturbed: TrainingRun) -> Chart:
+    lines = [
+        ChartLine("undisturbed", range(len(undisturbed.losses)), undisturbed.losses),
+        ChartLine("disturbed", range(len(disturbed.losses)), disturbed.losses, dashed=True),
+    ]
+    return Chart(
+        "restart",
+        "Loss, with a device killed and another joined",
+        [Lines("training loss", lines)],
+        x_label="step",
+        subtitle=f"measured, {DEVICES} devices; the lines lie on each other if nothing was lost",
     )
 
 

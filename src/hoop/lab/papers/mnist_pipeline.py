@@ -248,6 +248,8 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
 
 
 PAPER_ACCURACY, PAPER_SECONDS = 0.9289, 480.0
+PLAIN_MLP, TUNED_MLP, CNN = "MLP, plain SGD 0.01", "MLP, Hoop's recipe (Adam)", "LeNet-style CNN"
+"""Names of runs in the tables."""
 PLAIN: dict[str, Any] = {"optimizer": "sgd", "lr": 0.01, "schedule": "constant", "warmup": 0}
 """Likely settings of a program written from scratch; the paper names neither optimizer nor learning rate."""
 
@@ -266,12 +268,32 @@ def run(experiment: Experiment) -> Findings:
 
 def _train_models(experiment: Experiment, findings: Findings) -> None:
     epochs = 2 if experiment.quick else 10
-    cnn: dict[str, Any] = {"epochs": 1, "max_steps": 40} if experiment.quick else {"epochs": epochs}
-    runs = {
-        "MLP, plain SGD 0.01": experiment.train(
-            "MLP, plain SGD", RECIPES["mnist"], devices=DEVICES, epochs=epochs, **PLAIN
+    runs = _trained_models(experiment, epochs)
+    findings.section(
+        "Accuracy and time",
+        "Every row is a real training; the trained weights do not depend on how many devices there were. The paper's "
+        "figure is what plain SGD at a small rate gives, and about what a model with no hidden layer at all reaches: "
+        "it says that the program works, and nothing about how well such an MLP can do.",
+        make_table(
+            [_row(name, one) for name, one in runs.items()],
+            "Training on MNIST",
+            time="s",
+            paper_time="s",
+            accuracy="%",
+            paper_accuracy="%",
         ),
-        "MLP, Hoop's recipe (Adam)": experiment.train("MLP", RECIPES["mnist"], devices=DEVICES, epochs=epochs),
+        _accuracy_chart(runs),
+    )
+    _claim_mlp(findings, runs[TUNED_MLP], runs[PLAIN_MLP], epochs)
+    _claim_cnn(experiment, findings, runs[CNN], runs[TUNED_MLP])
+
+
+def _trained_models(experiment: Experiment, epochs: int) -> dict[str, TrainingRun]:
+    """Train each model of the comparison; returns the runs by name."""
+    cnn: dict[str, Any] = {"epochs": 1, "max_steps": 40} if experiment.quick else {"epochs": epochs}
+    return {
+        PLAIN_MLP: experiment.train("MLP, plain SGD", RECIPES["mnist"], devices=DEVICES, epochs=epochs, **PLAIN),
+        TUNED_MLP: experiment.train("MLP", RECIPES["mnist"], devices=DEVICES, epochs=epochs),
         "no hidden layer (softmax)": experiment.train(
             "softmax regression",
             RECIPES["softmax"],
@@ -279,36 +301,26 @@ def _train_models(experiment: Experiment, findings: Findings) -> None:
             epochs=epochs,
             **PLAIN | {"batch_size": 256, "evaluate_every": 1},
         ),
-        "LeNet-style CNN": experiment.train("LeNet", RECIPES["lenet"], devices=DEVICES, **cnn),
+        CNN: experiment.train("LeNet", RECIPES["lenet"], devices=DEVICES, **cnn),
     }
-    table = [_row(name, one) for name, one in runs.items()]
-    chart = Chart(
+
+
+def _accuracy_chart(runs: dict[str, TrainingRun]) -> Chart:
+    lines = [
+        ChartLine(name, [e["epoch"] for e in one.evaluations], [100 * e["accuracy"] for e in one.evaluations])
+        for name, one in runs.items()
+    ]
+    return Chart(
         "accuracy",
         "Accuracy by epoch",
-        [
-            Lines(
-                "test accuracy (%)",
-                [
-                    ChartLine(
-                        name, [e["epoch"] for e in one.evaluations], [100 * e["accuracy"] for e in one.evaluations]
-                    )
-                    for name, one in runs.items()
-                ],
-                rules={"the paper's MLP, 92.89 %": 100 * PAPER_ACCURACY},
-            )
-        ],
+        [Lines("test accuracy (%)", lines, rules={"the paper's MLP, 92.89 %": 100 * PAPER_ACCURACY})],
         x_label="epoch",
         subtitle=f"measured, {DEVICES} devices, data parallel",
     )
-    plain, tuned = runs["MLP, plain SGD 0.01"], runs["MLP, Hoop's recipe (Adam)"]
-    findings.section(
-        "Accuracy and time",
-        "Every row is a real training; the trained weights do not depend on how many devices there were. The paper's "
-        "figure is what plain SGD at a small rate gives, and about what a model with no hidden layer at all reaches: "
-        "it says that the program works, and nothing about how well such an MLP can do.",
-        make_table(table, "Training on MNIST", time="s", paper_time="s", accuracy="%", paper_accuracy="%"),
-        chart,
-    )
+
+
+def _claim_mlp(findings: Findings, tuned: TrainingRun, plain: TrainingRun, epochs: int) -> None:
+    """The claims about the MLP: its accuracy, and the time of its training."""
     best = tuned.summary["accuracy"]
     findings.claim(
         "the MLP's accuracy after 10 epochs",
@@ -327,14 +339,16 @@ def _train_models(experiment: Experiment, findings: Findings) -> None:
         verdict="holds" if seconds * 10 / epochs < PAPER_SECONDS else "does not hold",
         why="the paper's client moves every batch through gRPC calls; here devices keep their data",
     )
-    cnn_run = runs["LeNet-style CNN"]
+
+
+def _claim_cnn(experiment: Experiment, findings: Findings, cnn: TrainingRun, mlp: TrainingRun) -> None:
+    accuracy = cnn.summary["accuracy"]
     findings.claim(
         "a LeNet-style CNN is better than the MLP",
         paper="99.20 %, 15 min, 10 epochs",
-        ours=f"{cnn_run.summary['accuracy']:.2%}, {cnn_run.summary['seconds']:.0f} s, "
-        f"{cnn_run.summary['epochs']:g} epochs",
+        ours=f"{accuracy:.2%}, {cnn.summary['seconds']:.0f} s, {cnn.summary['epochs']:g} epochs",
         how="measured",
-        verdict=_cnn_verdict(experiment, cnn_run.summary["accuracy"], best),
+        verdict=_cnn_verdict(experiment, accuracy, mlp.summary["accuracy"]),
         why="a fraction of an epoch in a quick run" if experiment.quick else "",
     )
 

@@ -226,38 +226,8 @@ def _profile(findings: Findings, profile: ByHand, images: int) -> None:
 
 
 def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], nodes: list[int]) -> None:
-    largest, most = SIDES[-1] ** 2, nodes[-1]
+    """Compare the contenders by speed: the table and its charts, and the paper's claims about speed."""
     who = ["Hoop"] + (["MPI"] if experiment.mpirun is not None else []) + ([TASKS] if has_ray() else [])
-    lines = [
-        ChartLine(f"{name}, {side * side} pixels", nodes, _measured_speedups(table, name, side * side))
-        for side in SIDES
-        for name in who
-    ]
-    lines.append(ChartLine("linear", nodes, nodes, dashed=True))
-    chart = Chart(
-        "speed-up",
-        "Speed-up by number of nodes",
-        [Lines("times one node's speed", lines)],
-        x_label=f"nodes, a core each ({experiment.cores} cores here)",
-        subtitle="measured; the same job, one batch an epoch",
-    )
-    times = Chart(
-        "times",
-        "Time of an epoch by size of image",
-        [
-            Lines(
-                "seconds",
-                [
-                    ChartLine(f"{name}, {count}", [side**2 for side in SIDES], _epoch_seconds(table, name, count))
-                    for name, count in [("by hand, serial", 1), *((one, n) for one in who for n in (1, most))]
-                ],
-                kind="log",
-            )
-        ],
-        x_label="pixels",
-        x_kind="log",
-        subtitle="measured",
-    )
     findings.section(
         "Speed",
         "Every contender trains from the same first weights with the same rate: the losses show that it is the same "
@@ -265,10 +235,54 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         "them to the root, MPI_Bcast the weights back. **Tasks**, where Ray is installed, are the same arithmetic on a "
         "task-based engine, which OmpCluster is in the paper: a head makes one task a node in every epoch.",
         make_table(table, "An epoch", epoch="s"),
-        chart,
-        times,
+        _speedup_chart(experiment, table, who, nodes),
+        _epoch_chart(table, who, nodes[-1]),
     )
-    at = min(most, experiment.cores)
+    at = max(count for count in nodes if count <= experiment.cores)
+    _claim_one_node(experiment, findings, table, at)
+    speedups = {name: _measured_speedups(table, name, SIDES[-1] ** 2)[nodes.index(at)] for name in who}
+    if has_ray():
+        _claim_tasks(experiment, findings, speedups, at)
+    for name in who[: 2 if experiment.mpirun is not None else 1]:
+        _claim_nodes(experiment, findings, name, speedups[name], at)
+    if experiment.accelerator != "cpu":
+        _claim_gpu(experiment, findings, table)
+
+
+def _speedup_chart(experiment: Experiment, table: list[TableRow], who: list[str], nodes: list[int]) -> Chart:
+    lines = [
+        ChartLine(f"{name}, {side * side} pixels", nodes, _measured_speedups(table, name, side * side))
+        for side in SIDES
+        for name in who
+    ]
+    lines.append(ChartLine("linear", nodes, nodes, dashed=True))
+    return Chart(
+        "speed-up",
+        "Speed-up by number of nodes",
+        [Lines("times one node's speed", lines)],
+        x_label=f"nodes, a core each ({experiment.cores} cores here)",
+        subtitle="measured; the same job, one batch an epoch",
+    )
+
+
+def _epoch_chart(table: list[TableRow], who: list[str], most: int) -> Chart:
+    """The time of an epoch on one node and on ``most`` nodes."""
+    contenders = [("by hand, serial", 1), *((one, n) for one in who for n in (1, most))]
+    lines = [
+        ChartLine(f"{name}, {count}", [side**2 for side in SIDES], _epoch_seconds(table, name, count))
+        for name, count in contenders
+    ]
+    return Chart(
+        "times",
+        "Time of an epoch by size of image",
+        [Lines("seconds", lines, kind="log")],
+        x_label="pixels",
+        x_kind="log",
+        subtitle="measured",
+    )
+
+
+def _claim_one_node(experiment: Experiment, findings: Findings, table: list[TableRow], at: int) -> None:
     single = [_find_row(table, "Hoop", side * side, at)["to serial"] for side in SIDES]
     findings.claim(
         "about 10x on one node, whatever the size of images",
@@ -280,36 +294,44 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         if experiment.cores < 10
         else "",
     )
-    if has_ray():
-        head, peers = (_measured_speedups(table, name, largest)[nodes.index(at)] for name in (TASKS, "Hoop"))
-        findings.claim(
-            "a task-based engine (OmpCluster) scales worse",
-            paper="little improvement by nodes",
-            ours=f"tasks on Ray {head:.2f}x, Hoop {peers:.2f}x on {at} nodes, {largest} pixels",
-            how="measured",
-            verdict=experiment.timing_verdict("holds" if head < 0.95 * peers else "does not hold"),
-            why="the head sends the weights and sums the gradients alone, in every epoch",
-        )
-    for name in who[: 2 if experiment.mpirun is not None else 1]:
-        up = _measured_speedups(table, name, largest)[nodes.index(at)]
-        findings.claim(
-            f"near-linear speed-up by nodes ({'MPI + OpenMP' if name == 'MPI' else 'data parallel'})",
-            paper="near-linear to 4 nodes",
-            ours=f"{name}: {up:.2f}x on {at} nodes, {largest} pixels",
-            how="measured",
-            verdict=experiment.timing_verdict(grade(up / at, 0.8, 0.6)),
-            why=f"cores of one machine share its memory; more than {experiment.cores} nodes cannot be shown here",
-        )
-    if experiment.accelerator != "cpu":
-        graphics = _find_row(table, f"Hoop, {experiment.accelerator}", largest, 1)["to serial"]
-        findings.claim(
-            "a GPU gives 4x the serial program, less than the cores of a node",
-            paper="4x",
-            ours=f"{graphics:.1f}x on {largest} pixels",
-            how="measured",
-            verdict="does not hold" if graphics > 8 else "holds",
-            why="the images go up to the GPU in every epoch, and it waits for them; the arithmetic is little",
-        )
+
+
+def _claim_tasks(experiment: Experiment, findings: Findings, speedups: dict[str, float], at: int) -> None:
+    """``speedups``: of each contender on ``at`` nodes, with the largest images."""
+    head, peers = speedups[TASKS], speedups["Hoop"]
+    findings.claim(
+        "a task-based engine (OmpCluster) scales worse",
+        paper="little improvement by nodes",
+        ours=f"tasks on Ray {head:.2f}x, Hoop {peers:.2f}x on {at} nodes, {SIDES[-1] ** 2} pixels",
+        how="measured",
+        verdict=experiment.timing_verdict("holds" if head < 0.95 * peers else "does not hold"),
+        why="the head sends the weights and sums the gradients alone, in every epoch",
+    )
+
+
+def _claim_nodes(experiment: Experiment, findings: Findings, name: str, up: float, at: int) -> None:
+    """``up``: the speed-up of this contender on ``at`` nodes, with the largest images."""
+    findings.claim(
+        f"near-linear speed-up by nodes ({'MPI + OpenMP' if name == 'MPI' else 'data parallel'})",
+        paper="near-linear to 4 nodes",
+        ours=f"{name}: {up:.2f}x on {at} nodes, {SIDES[-1] ** 2} pixels",
+        how="measured",
+        verdict=experiment.timing_verdict(grade(up / at, 0.8, 0.6)),
+        why=f"cores of one machine share its memory; more than {experiment.cores} nodes cannot be shown here",
+    )
+
+
+def _claim_gpu(experiment: Experiment, findings: Findings, table: list[TableRow]) -> None:
+    largest = SIDES[-1] ** 2
+    graphics = _find_row(table, f"Hoop, {experiment.accelerator}", largest, 1)["to serial"]
+    findings.claim(
+        "a GPU gives 4x the serial program, less than the cores of a node",
+        paper="4x",
+        ours=f"{graphics:.1f}x on {largest} pixels",
+        how="measured",
+        verdict="does not hold" if graphics > 8 else "holds",
+        why="the images go up to the GPU in every epoch, and it waits for them; the arithmetic is little",
+    )
 
 
 def _simulated(experiment: Experiment, findings: Findings) -> None:
