@@ -139,6 +139,12 @@ class RankContext:
         return self.local_rank_and_size[1] / (os.cpu_count() or 1)
 
     @property
+    def shared_cores(self) -> int | None:
+        """Cores of this host, if all ranks are on it and outnumber them: then equal on all ranks. Else None."""
+        cores = os.cpu_count() or 1
+        return cores if len(set(self.hosts)) <= 1 and self.size > cores else None
+
+    @property
     def rank(self) -> int:
         return self.communicator.rank
 

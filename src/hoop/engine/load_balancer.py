@@ -8,7 +8,9 @@ steps of the other devices. Noise only ever adds time, so a healthy device has a
 being one when its median step is about as fast as that. A straggler is alive: it gets fewer shards, nothing else.
 
 If devices outnumber the cores of their host, no straggler is reported: times then show which device got a core. Of four
-devices on two cores one can take five times longer than another for as long as the scheduler likes.
+devices on two cores one can take five times longer than another for as long as the scheduler likes. If all ranks are
+on that host, the shards go to one device per core: a core computes two shards of one device in less time than one
+shard each of two devices. The others only update, and get shards again when ranks are lost.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from hoop.collectives.rank_context import RankContext
 from hoop.collectives.reduction import Array
 from hoop.engine.stage.state import MAX_SPEEDS, SPEED
 from hoop.job_events import Balanced, JobEvent, Straggler
@@ -45,6 +48,10 @@ class StragglerVerdict:
 
     def to_event(self, step: int) -> Straggler:
         return Straggler(step, straggler=self.rank, slow=self.slow, times=self.slowdown)
+
+
+NO_CORE_S = 1e9
+"""Assumed seconds per shard of a device that shares its core with another one, so that it gets no shards."""
 
 
 class Measurements:
@@ -149,19 +156,32 @@ them back. A device that is slow enough to lose shards by ``MAX_RATIO`` does not
 not go to and fro."""
 
 
-def load_balancer_for(strategy: Strategy, plan: Plan, enabled: bool, oversubscription: float) -> LoadBalancer | None:
+def load_balancer_for(strategy: Strategy, plan: Plan, enabled: bool, context: RankContext) -> LoadBalancer | None:
     """None if shards cannot move: balancing is off, there is one rank, or a rank holds no stage."""
     whole = plan.size > 1 and all(plan.held_by(rank) for rank in range(plan.size))
-    return LoadBalancer(strategy, plan, plan.size, oversubscription) if enabled and whole else None
+    if not enabled or not whole:
+        return None
+    return LoadBalancer(strategy, plan, plan.size, context.oversubscription, context.shared_cores)
 
 
 class LoadBalancer:
     """Decides when shards move. Deterministic: all ranks take the same decision after the same step."""
 
-    def __init__(self, strategy: Strategy, plan: Plan, size: int, oversubscription: float = 1.0) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        plan: Plan,
+        size: int,
+        oversubscription: float = 1.0,
+        shared_cores: int | None = None,
+    ) -> None:
+        """``oversubscription`` and ``shared_cores``: as in ``RankContext``."""
         self._strategy = strategy
         self._plan = plan
-        self._even = strategy.plan(size, plan.num_microbatches)
+        self._computing = size if shared_cores is None else shared_cores
+        """Ranks that may get shards: the first ones, which are on different cores."""
+        equal = None if shared_cores is None else self._speeds([1.0] * size)
+        self._even = strategy.plan(size, plan.num_microbatches, equal)
         self._size = size
         self._measurements = Measurements(size)
         self._stragglers = StragglerDetector(size, oversubscription)
@@ -179,12 +199,7 @@ class LoadBalancer:
         self._steps += 1
         if self._steps < self._next_change:
             return None
-        windows = self._measurements.windows()
-        if not all(len(recent) == WINDOW for recent in windows):
-            return None
-        self._next_change = self._steps + WINDOW  # if nothing changes, the next look is at new measurements
-        seconds_each = [median(recent) for recent in windows]
-        plan = self._better_plan(seconds_each)
+        plan = self._plan_by_cores() or self._plan_by_measurements()
         if plan is None:
             return None
         self._plan = plan
@@ -196,6 +211,18 @@ class LoadBalancer:
             else:  # a rank without shards keeps its last measurements until it gets shards again
                 self._verdicts += self._stragglers.drop_rank(rank)
         return plan
+
+    def _plan_by_cores(self) -> Plan | None:
+        """The plan with shards for one device per core, if devices share cores and others have shards."""
+        return self._even if any(_shares(self._plan)[self._computing :]) else None
+
+    def _plan_by_measurements(self) -> Plan | None:
+        windows = self._measurements.windows()[: self._computing]
+        if not all(len(recent) == WINDOW for recent in windows):
+            return None
+        self._next_change = self._steps + WINDOW  # if nothing changes, the next look is at new measurements
+        seconds_each = [median(recent) for recent in windows]
+        return self._better_plan(seconds_each + [NO_CORE_S] * (self._size - self._computing))
 
     def events(self, plan: Plan | None, step: int) -> list[JobEvent]:
         """Events of the last ``observe``, which returned ``plan``: changed verdicts, and each rank's shards."""
@@ -212,8 +239,12 @@ class LoadBalancer:
             return self._even
         if not self._can_improve(seconds):
             return None
-        plan = self._strategy.plan(self._size, self._plan.num_microbatches, [1 / one for one in seconds])
+        plan = self._strategy.plan(self._size, self._plan.num_microbatches, self._speeds(seconds))
         return plan if self._step_seconds(plan, seconds) <= MAX_RATIO * present else None
+
+    def _speeds(self, seconds: list[float]) -> list[float]:
+        """The speed of each rank, by its seconds per shard, with next to none for ranks that must get no shards."""
+        return [1 / (one if rank < self._computing else NO_CORE_S) for rank, one in enumerate(seconds)]
 
     def _can_improve(self, seconds: list[float]) -> bool:
         """Whether arbitrarily small shards would be enough of a gain: most steps need no plan, which costs more."""

@@ -223,9 +223,7 @@ class Trainer:
         self._role.attach_provenance(self._provenance)
         if self._sharded is None or setup.plan.sharded_update:
             setup.executor.prefetch(self._schedule.next_in_epoch)
-        self._balancer = load_balancer_for(
-            setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
-        )
+        self._balancer = load_balancer_for(setup.strategy, setup.plan, self._settings.balance, self._context)
 
     # ---- the training loop
 
@@ -557,7 +555,7 @@ class Trainer:
             executor.step(work.position, work.samples, self._should_stop(), kept[context.rank])
             self._count_finished_step()
             executor.switch_plan(usual)
-        self._balancer = load_balancer_for(strategy, usual, settings.balance, context.oversubscription)
+        self._balancer = load_balancer_for(strategy, usual, settings.balance, context)
 
     def _forget_state(self) -> None:
         """Called before this rank's state, which is stale, is overwritten."""

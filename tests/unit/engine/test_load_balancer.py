@@ -18,11 +18,12 @@ LONGEST_PAUSE = MAX_PAUSE + 2 * WINDOW
 class Devices:
     """Devices that take ``fixed`` shards' time in every step, and the time of their shards, times ``slowdown``."""
 
-    def __init__(self, slowdown: list[float], fixed: float, shards: int = 4) -> None:
+    def __init__(self, slowdown: list[float], fixed: float, shards: int = 4, shared_cores: int | None = None) -> None:
         self.slowdown, self._fixed = slowdown, fixed
         strategy = parse("data")
-        self._plan = strategy.plan(len(slowdown), shards)
-        self._balancer = LoadBalancer(strategy, self._plan, len(slowdown))
+        size = len(slowdown)
+        self._plan = strategy.plan(size, shards)
+        self._balancer = LoadBalancer(strategy, self._plan, size, size / (shared_cores or size), shared_cores)
         self.changes = 0
 
     def run(self, steps: int) -> list[int]:
@@ -61,3 +62,23 @@ def test_shards_do_not_go_to_and_fro(slowdown: float, fixed: float, shards: int)
     changes = devices.changes
     devices.run(LONGEST_PAUSE)
     assert devices.changes == changes
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "shards", "expected"),
+    [(3, 2, 4, [2, 2, 0]), (4, 2, 4, [2, 2, 0, 0]), (5, 1, 3, [3, 0, 0, 0, 0]), (6, 4, 2, [1, 1, 0, 0, 0, 0])],
+)
+def test_devices_that_share_cores_leave_the_shards_to_one_device_a_core(
+    devices: int, cores: int, shards: int, expected: list[int]
+) -> None:
+    crowded = Devices([1.0] * devices, 0.25, shards, cores)
+    assert crowded.run(WINDOW - 1) == shares(parse("data").plan(devices, shards))
+    assert crowded.run(1) == expected
+    assert crowded.run(LONGEST_PAUSE) == expected
+
+
+def test_shards_still_follow_the_speed_of_the_devices_that_compute() -> None:
+    devices = Devices([1.0, 1.0, 1.0, 1.0], 0.0, 4, 2)
+    assert devices.run(WINDOW) == [2, 2, 0, 0]
+    devices.slowdown = [4.0, 1.0, 1.0, 1.0]
+    assert devices.run(LONGEST_PAUSE) == [1, 3, 0, 0]
