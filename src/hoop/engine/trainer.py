@@ -448,6 +448,7 @@ class Trainer:
 
         A rank that joins a data parallel job learns here whether the others shard the update.
         """
+        self._entry.joining = self._entry.joining or context.left_out  # until a recovery is complete
         if self._sharded is None:
             try:
                 self._resume_replicas(context, planned)
@@ -512,7 +513,8 @@ class Trainer:
         if self._done > NO_STATE:
             for loss in self._role.settle(self._done):
                 self._count_step(loss)
-        self._entry.joining = self._entry.joining or context.left_out
+            if self._entry.joining and not self._role.state_is_whole:
+                self._forget_state()  # the others went on without this rank, which may have read what they wrote
         status = RankStatus(
             context.device,
             self._done,

@@ -41,6 +41,10 @@ class RankRole:
     reads_checkpoints_later = False
     """``checkpoint_reader`` keeps the state of a checkpoint: it is read while training goes on."""
 
+    state_is_whole = True
+    """After ``settle``: no other rank can have changed what this rank's last update was computed from, if this rank was
+    stopped meanwhile and the others went on without it."""
+
     provenance: Provenance
     """Set by ``attach_provenance``, before the first step."""
 
