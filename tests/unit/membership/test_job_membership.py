@@ -243,6 +243,20 @@ def test_a_task_that_was_left_out_reports_it_once() -> None:
     assert not tm.took(state, 5).left_out
 
 
+def test_a_task_that_was_left_out_reports_it_in_the_generation_after_one_whose_links_it_cannot_open() -> None:
+    state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3)), 5, planned=False)
+    state = tm.gave_up(state, 5)
+    assert (state.left_out, tm.next_step(state)) == (True, tm.NextStep.WAIT)
+    assert tm.assigned(state, 6, planned=False).left_out
+
+
+def test_a_task_that_is_left_out_while_it_takes_an_older_assignment_reports_it() -> None:
+    state = tm.assigned(tm.took(tm.TaskRanks(), 3), 5, planned=False)
+    state = tm.took(tm.rejoined(state), 5)
+    assert state.left_out
+    assert tm.assigned(state, 6, planned=False).left_out
+
+
 def test_events_of_a_job_that_is_over_are_ignored() -> None:
     job = Job(1)
     job.handle(jm.TaskFinished(1, "a", finished=True))
