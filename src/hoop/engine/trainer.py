@@ -438,8 +438,13 @@ class Trainer:
         try:
             self._enter_generation(context, planned=True)
         except StateLost as lost:  # the update is sharded, and an owner and its holder left together
-            obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
+            obstacle: HoopError = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
             self._recover(obstacle, obstacle)
+            return
+        except RECOVERABLE:
+            raise  # as a failure within a step
+        except HoopError as refused:  # a device that joins has too little memory, for example
+            self._recover(refused, refused)
             return
         self._emit_change(ev.Resized, began, "")
 
