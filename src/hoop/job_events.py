@@ -93,6 +93,8 @@ class Started(JobEvent):
     """Versions and arithmetic of its ranks; empty: devices that differ may take part."""
     costs: dict[str, Any] | None = None
     """Measured cost of a step, to predict from."""
+    sharded_update: bool = False
+    """Data parallel: the ranks shard the update. A device that joins must know it."""
     devices: int = 0
     """Devices that the job began with; the client that follows the job fills this in, and ``batch_size``."""
     batch_size: int = 0
@@ -173,6 +175,8 @@ class Recovered(JobEvent):
     """Shards of the step that were computed again."""
     ranks: int
     generation: int
+    sharded_update: bool = False
+    """See ``Started``."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ class Resized(JobEvent):
     missing: list[int]
     ranks: int
     generation: int
+    sharded_update: bool = False
+    """See ``Started``."""
 
 
 @dataclass(frozen=True)

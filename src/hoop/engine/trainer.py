@@ -68,7 +68,7 @@ from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import check_reachable
 from hoop.strategies.catalog import parse
-from hoop.strategies.data_parallel import for_hosts
+from hoop.strategies.data_parallel import DataParallel, for_hosts
 
 log = logging.getLogger("hoop.engine")
 REASSIGNMENT_TIMEOUT_S = 600.0
@@ -132,8 +132,7 @@ class Trainer:
         self._first_tensors: dict[str, Tensor] = {}
         self._first_size = 0
         """State that the run begins with, and its ranks, if this rank could not set up with them."""
-        self._job, self._announces_sharding = job, False
-        """``_announces_sharding``: in a recovery this rank must tell others that the update is sharded."""
+        self._job = job
         self._sharded: ShardedStateManager | None = None
         if not parse(settings.strategy).replicated:
             self._sharded = self._new_sharded_state()
@@ -206,8 +205,14 @@ class Trainer:
     def _shard_update(self) -> ShardedStateManager:
         """Data parallel: the ranks have chosen to shard the update. They keep that choice until the end of the run."""
         self._settings = self._settings.with_sharded_update()
-        self._sharded, self._announces_sharding = self._new_sharded_state(), True
+        self._sharded = self._new_sharded_state()
         return self._sharded
+
+    @property
+    def _shards_update(self) -> bool:
+        """Data parallel: the ranks shard the update, by the settings or by their own choice."""
+        strategy = parse(self._settings.strategy)
+        return isinstance(strategy, DataParallel) and strategy.sharded
 
     def _use_setup(self, setup: TrainingSetup) -> None:
         self._setup, self.executor, self._role = setup, setup.executor, setup.role
@@ -265,6 +270,7 @@ class Trainer:
                     same=fingerprint(data),
                     environment={} if self._settings.allow_mixed else rank_environment(),
                     costs=setup.step_costs,
+                    sharded_update=self._shards_update,
                 )
             )
             if setup.rounding:
@@ -451,7 +457,8 @@ class Trainer:
     def _enter_generation(self, context: RankContext, planned: bool = False) -> None:
         """Goes on with the ranks of ``context``: with the same state on all of them, or with a part of it on each.
 
-        A rank that joins a data parallel job learns here whether the others shard the update.
+        If the ranks of a data parallel job shard the update, all that know it say so first: a rank that began to join
+        before they had chosen learns it here.
         """
         self._entry.joining = self._entry.joining or context.left_out  # until a recovery is complete
         if self._sharded is None:
@@ -462,7 +469,7 @@ class Trainer:
                 sharded = self._drop_whole_state()
         else:
             sharded = self._sharded
-            if self._announces_sharding:
+            if self._shards_update:
                 status = RankStatus(context.device, NO_STATE, self._epoch_end, survived=True, offers=[])
                 announce_sharded_update(context.communicator, status, self._settings.timeout_s)
         self._reshard(context, sharded)
@@ -488,6 +495,7 @@ class Trainer:
                 missing=self._missing_shards,
                 ranks=self._context.size,
                 generation=self._context.communicator.endpoint.generation,
+                sharded_update=self._shards_update,
             )
             self._emit(event)
 

@@ -260,7 +260,7 @@ class JobSupervisor:
         request = pb.StartTaskRequest(
             job_id=record.id,
             assignment=alone,
-            settings=record.settings,
+            settings=record.join_settings,
             joining=True,
             run=record.run,
             future_ranks=len({*record.communicator.members, device_id}),

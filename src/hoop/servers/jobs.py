@@ -271,7 +271,7 @@ class Jobs:
                 supervisor.refuse(info, f"{info} on {info.host} cannot take part: {event.text}")
                 return
             case ev.Started() as event:
-                job.data, job.environment = event.same, event.environment
+                job.data, job.environment, job.sharded_update = event.same, event.environment, event.sharded_update
             case ev.Failed() as event:
                 text = f"rank {rank} (device {device_id} on {info.host}): {event.text}"
                 await self._add_failure(job, error_from_name(event.error, text))
@@ -293,6 +293,7 @@ class Jobs:
                 supervisor.handle(jm.TaskReady(device_id, incarnation))
             case ev.Resized() | ev.Recovered() as event:
                 self._count_pause(job, event)
+                job.sharded_update = event.sharded_update
                 supervisor.on_resumed(event.generation)
             case ev.Ended():
                 job.ended = True
