@@ -117,6 +117,7 @@ class Jobs:
         except BaseException as error:
             supervisor.close()
             await self._abort(job, str(error))
+            await self._dismiss(job)
             await self._coordinator.apply_with_retry(m.Destroyed(one.id))
             raise
         self._jobs[one.id], self._supervisors[one.id] = job, supervisor
@@ -349,6 +350,15 @@ class Jobs:
     async def _abort(self, job: JobRecord, reason: str) -> None:
         one = job.communicator
         await self._coordinator.abort(m.Stop(one.id, one.generation, reason, one.members))
+
+    async def _dismiss(self, job: JobRecord) -> None:
+        """Ends the tasks of a job that did not start: they would keep their memory and wait for another rank."""
+        request = pb.ReassignTaskRequest(job_id=job.id, final=True)
+        calls = (
+            self._coordinator.call(key, lambda device: device.ReassignTask, request, STOP_S)
+            for key in job.communicator.members
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
 
     # ---- requests of clients and devices
 
