@@ -564,10 +564,10 @@ def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -
     worst = next(job.tasks[key] for key in waiting if job.tasks[key].lacks)
     if job.newcomers and not job.newcomers.issuperset(waiting) and not _lacks_state(worst):
         return _refuse_newcomers(job, cluster, waiting, worst.lacks, now)
-    ready, missing = _ready(job, cluster), _may_return(job, cluster)
-    needed = [key for key in _without_rank(job, cluster.communicator(job.id)) if key in job.leaving]
-    for key in needed:  # its state is needed: it does not leave, and is invited again below
+    # What one has that is to leave and has no rank, or waits for one, is needed: it stays, and is invited again below.
+    for key in job.leaving.keys() & job.participants - set(waiting):
         job = _not_leaving(job, key)
+    ready, missing = _ready(job, cluster), _may_return(job, cluster)
     if ready:
         return _rebuild(job, cluster)
     job = _with_grace(job, now)
