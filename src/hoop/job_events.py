@@ -94,6 +94,8 @@ class Started(JobEvent):
     """Versions and arithmetic of the job's ranks; empty: devices that differ may take part."""
     costs: dict[str, Any] | None = None
     """Measured costs of a step, from which its time is predicted."""
+    sharded_update: bool = False
+    """Data parallel: True if the ranks shard the update. A device that joins must know it."""
     devices: int = 0
     """Number of devices that the job began with; the client that follows the job fills this in, and ``batch_size``."""
     batch_size: int = 0
@@ -175,6 +177,8 @@ class Recovered(JobEvent):
     """Numbers of the step's shards that were computed again."""
     ranks: int
     generation: int
+    sharded_update: bool = False
+    """See ``Started``."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,8 @@ class Resized(JobEvent):
     missing: list[int]
     ranks: int
     generation: int
+    sharded_update: bool = False
+    """See ``Started``."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.device_group import DeviceGroup
 from hoop.engine.stage.device_reduction import SlotRows
+from hoop.engine.stage.peer_rows import MappedRows
 from hoop.engine.stage.sharded_update import ShardedGradientReducer
 from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
@@ -67,6 +68,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "gathers": (ShardedGradientReducer, "gather"),
     "reads": (PeerTensors, "read"),
     "adds": (SlotRows, "sum_into"),
+    "sums": (MappedRows, "sum_into"),
     "evaluates": (engine_trainer, "evaluate"),
     "snapshots": (SnapshotPublisher, "publish"),
     "prepares": (engine_manager, "prepare"),
@@ -85,7 +87,8 @@ class Fault:
     """The rank dies when it reaches the place for the n-th time; ``waits``: it waits there for a membership change.
 
     ``others``: ranks that die at the same moment, wherever they are. ``stops``: the process is stopped there, and the
-    others go on without it; when all of them have died it is continued, and goes on alone.
+    others go on without it; when all of them have died it is continued, and goes on alone. With ``others``, these die
+    while it is stopped, and new processes on their arenas write other bytes before it is continued.
     """
 
     rank: int
@@ -150,6 +153,7 @@ class Parent:
         self._addresses: dict[int, Any] = {}
         self._generation = 0
         self._stopped: list[int] = []
+        self._arenas: dict[int, str] = {}
 
     def fork(self, number: int, joining: bool) -> None:
         parent_end, child_end = Pipe()
@@ -171,7 +175,7 @@ class Parent:
 
     def run(self, size: int) -> dict[int, RankResult]:
         for number, link in self._links.items():
-            self._addresses[number] = json.loads(_receive(link, f"rank {number}"))
+            *self._addresses[number], self._arenas[number] = json.loads(_receive(link, f"rank {number}"))
         members = list(range(size))
         joining = [number for number in self._links if number >= size]
         self._assign(members)
@@ -202,6 +206,10 @@ class Parent:
                 if message["kind"] == "stops":
                     os.kill(self._pids[number], signal.SIGSTOP)
                     os.waitid(os.P_PID, self._pids[number], os.WSTOPPED | os.WNOWAIT)
+                    if message["others"]:
+                        self._restart(message["others"])
+                        os.kill(self._pids[number], signal.SIGCONT)
+                        continue
                     members.remove(number)
                     self._stopped.append(number)
                     self._assign(members)
@@ -227,8 +235,8 @@ class Parent:
                 self._assign(members)
             if len(results) == len(members):
                 break
-        deadly = [fault for fault in self._faults if not fault.waits and not fault.stops]
-        expected_dead = {rank for fault in deadly for rank in (fault.rank, *fault.others)}
+        deadly = [fault.rank for fault in self._faults if not fault.waits and not fault.stops]
+        expected_dead = {*deadly, *(rank for fault in self._faults for rank in fault.others)}
         assert expected_dead == set(self._pids) - set(members), (
             f"{expected_dead} should have died, and {members} are left"
         )
@@ -244,6 +252,14 @@ class Parent:
             assignment["hosts"] = [self._hosts[member] for member in members] if self._hosts else []
             with contextlib.suppress(BrokenPipeError):  # the rank is dying; the next read gets the end of file
                 self._links[number].send_bytes(json.dumps(assignment).encode())
+
+    def _restart(self, victims: Sequence[int]) -> None:
+        """Kills ranks, and does what new processes on their arenas do: they write other bytes to the same buffers."""
+        for victim in victims:
+            os.kill(self._pids[victim], signal.SIGKILL)
+            os.waitid(os.P_PID, self._pids[victim], os.WEXITED | os.WNOWAIT)
+            with Arena.open(self._arenas[victim]) as arena:
+                arena.view(arena.min_address, arena.capacity)[:] = b"?" * arena.capacity
 
     def _check_killed(self, number: int) -> None:
         _, status = os.waitpid(self._pids.pop(number), 0)
@@ -361,7 +377,7 @@ class _AssignmentReceiver:
 
 def _install_faults(
     faults: Sequence[Fault],
-    wait_here: Callable[[str], None],
+    wait_here: Callable[[str, Sequence[int]], None],
     die_with: Callable[[Sequence[int]], None],
 ) -> None:
     """Patches the places so that this process dies, waits or is stopped there."""
@@ -379,7 +395,7 @@ def _install_faults(
             _count[0] += 1
             if _count[0] == _fault.occurrence:
                 if _fault.waits or _fault.stops:
-                    wait_here("stops" if _fault.stops else "waiting")
+                    wait_here("stops" if _fault.stops else "waiting", _fault.others)
                 elif _fault.others:
                     die_with(_fault.others)
                 else:
@@ -400,7 +416,7 @@ def _run_rank(
         transport: Transport = (
             ShmTransport(local, arena) if scheme == "shm" else open_transport(f"{scheme}://127.0.0.1:0")
         )
-        link.send_bytes(json.dumps([transport.address.host, transport.address.port]).encode())
+        link.send_bytes(json.dumps([transport.address.host, transport.address.port, str(arena.path)]).encode())
         receiver = _AssignmentReceiver(transport, arena, link)
         events: list[dict[str, Any]] = []
         snapshots: list[bytes] = []
@@ -416,8 +432,8 @@ def _run_rank(
                 buffer = arena.buffer(event.buffer)
                 snapshots.append(arena.read(buffer.address, event.bytes))
 
-        def wait_here(kind: str) -> None:
-            send({"kind": kind})
+        def wait_here(kind: str, others: Sequence[int]) -> None:
+            send({"kind": kind, "others": others})
             assert receiver.membership_changed.wait(TIMEOUT_S), "the membership did not change"
 
         def die_with(others: Sequence[int]) -> None:

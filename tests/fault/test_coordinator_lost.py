@@ -9,6 +9,7 @@ from fault_cluster import (
     JOB,
     SLOWDOWN,
     STEPS,
+    TIMEOUT_S,
     all_events,
     reported_steps,
     result_of,
@@ -20,6 +21,7 @@ from fault_cluster import (
 from reported_rows import check_same
 
 from hoop import job_events as ev
+from hoop.client.cluster import DrainProgress
 
 
 @pytest.mark.slow
@@ -63,3 +65,27 @@ def test_devices_die_during_the_outage_and_during_recovery(tmp_path: Path) -> No
     assert [event.device for event in events if isinstance(event, ev.DeviceLost)] == [1, 2]
     check_same(result, undisturbed())
     assert reported_steps(events)[-1] == STEPS - 1
+
+
+def test_a_drain_goes_on_after_a_restart_of_the_coordinator(tmp_path: Path) -> None:
+    """The only device of a job is drained; the coordinator is killed while the drain waits for another device."""
+    with running_cluster(1, tmp_path) as processes:
+        out = ("--out", str(tmp_path / "out"))
+        run = processes.start("train", *JOB, *SLOWDOWN, "--json", "--coordinator", processes.address, *out)
+        wait_for_step(processes.cluster, wait_for_job(processes.cluster), 1)
+        stages: list[str] = []
+
+        def interfere(progress: DrainProgress) -> None:
+            if progress.stage == "waiting" and not stages:
+                processes.kill(processes.coordinator)
+                processes.restart_coordinator()
+            if progress.stage == "waiting" and stages[-1:] == ["interrupted"]:
+                processes.start_device("--id", "2")
+            stages.extend([progress.stage] * (stages[-1:] != [progress.stage]))
+
+        processes.cluster.drain(1, TIMEOUT_S, interfere)
+        result = result_of(run, tmp_path / "out")
+    assert stages[:3] == ["waiting", "interrupted", "waiting"]
+    assert stages[-2:] == ["leaving", "left"]
+    assert result["device_ids"] == [2]
+    check_same(result, undisturbed())

@@ -171,6 +171,22 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_copy_does_not_offer_it(occurr
     check(results, alone(*reference), 1, alone_losses(*reference))
 
 
+@pytest.mark.parametrize("occurrence", [2, 5], ids=["of the state", "of a gradient"])
+def test_a_rank_that_is_stopped_in_the_middle_of_a_copy_reads_nothing_of_a_restarted_owner(occurrence: int) -> None:
+    """The owner is killed, and a new process on its arena writes other bytes before the holder continues its copy."""
+    fault = Fault(1, "copies", occurrence, others=(0,), stops=True)
+    results = run_with_faults(2, settings("pipeline:1f1b", **EPOCH), JOBS["mlp"], [fault])
+    reference = "mlp", tuple(EPOCH.items())
+    check(results, alone(*reference), 1, alone_losses(*reference))
+
+
+def test_a_rank_that_is_stopped_in_the_middle_of_a_sum_on_a_gpu_does_not_offer_its_state() -> None:
+    """The others go on, so that their rows change, and die. It has updated with what it read, and is alone."""
+    faults = [Fault(1, "sums", 12, stops=True), Fault(0, "sums", 18), Fault(2, "evaluates")]
+    with pytest.raises(AssertionError, match=r"TrainingStateLost: .*everything was lost"):
+        run_with_faults(3, settings("data", **EPOCH, accelerator="emulated"), JOBS["mlp"], faults)
+
+
 def test_versions_leave_an_arena_in_which_the_new_part_has_no_room_beside_them() -> None:
     """The memory is hardly more than the rank that remains needs for the whole model."""
     results = run_with_faults(

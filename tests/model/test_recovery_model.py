@@ -181,6 +181,18 @@ REGRESSIONS = {
         ),
         0.3,
     ),
+    "a device that was restarted and is to leave has what the others lack": Setup(
+        2,
+        True,
+        True,
+        (
+            Fault(1.344878859330013, "kill", 2, 0, 0.1),
+            Fault(1.4398758996327774, "join", 1, 2, 0.5),
+            Fault(1.7951970550530236, "kill", 1, 0, 0.1),
+            Fault(2.4223446278045193, "leave", 2, 1, 0.5),
+        ),
+        0.3,
+    ),
     "every first rank of a hybrid is left out before it has state": Setup(
         4,
         True,
@@ -206,7 +218,7 @@ REGRESSIONS = {
     ),
 }
 """Schedules that once broke an invariant, shrunk to as few faults as possible."""
-REGRESSION_SEEDS = (31014, 22450, 40417)
+REGRESSION_SEEDS = (31014, 22450, 40417, 300013)
 """Seeds with which some of them did, besides the first 25."""
 
 

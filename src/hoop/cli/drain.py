@@ -35,7 +35,8 @@ def drain(
 
     Each of its jobs moves to a device without work, or to one that joins meanwhile ([bold]hoop device --join[/bold]).
     If none is there in time, the job goes on with its other devices. The weights do not change. A job that cannot go on
-    without the device keeps it, and the command says so. Ctrl-C cancels: the device keeps its work.
+    without the device keeps it, and the command says so. Ctrl-C cancels: the device keeps its work. If the coordinator
+    is restarted meanwhile, the drain goes on.
     """
     from hoop.client.cluster import connect
     from hoop.wire.auth import find_credentials
@@ -71,7 +72,8 @@ class _View:
         """Stage and time of the last printed line about each job."""
 
     def show(self, progress: DrainProgress) -> None:
-        self.stage = progress.stage
+        if progress.stage != "interrupted":
+            self.stage = progress.stage
         if progress.stage == "handed_over":
             self.jobs.append(progress.job)
         now = time.monotonic()

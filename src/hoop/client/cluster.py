@@ -44,6 +44,8 @@ BACKGROUND_OPTIONS: Options = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
 """gRPC options of a channel whose streams are read in the background. The thread that reads a stream waits for its
 events by itself. By default gRPC wakes that thread up ten times a second, and has a thread of its own, which wakes up
 five times a second."""
+DRAIN_AGAIN_S = 0.2
+"""Seconds between two attempts to drain a device again."""
 EXAMINE_S = 600.0
 """Seconds that the hosts of a cluster may take to examine themselves."""
 
@@ -92,7 +94,8 @@ class DrainProgress:
 
     stage: str
     """How far a job is: ``waiting`` (no device can take over yet), ``loading`` (one loads the job), ``moving`` (the
-    ranks go on without the device), ``handed_over``; then how far the device is: ``leaving``, ``left``."""
+    ranks go on without the device), ``handed_over``; then how far the device is: ``leaving``, ``left``.
+    ``interrupted``: the coordinator has stopped answering."""
     job: int
     """Id of the job; 0: no job."""
     devices: tuple[int, ...]
@@ -112,7 +115,7 @@ class Cluster:
     ) -> None:
         """``background``: see ``connect``."""
         Cluster.opened = True
-        self.address = address
+        self.address, self._peer = address, f"the coordinator at {address}"
         self._timeout = timeout
         self._credentials = credentials
         options = channel_options() + (BACKGROUND_OPTIONS if background else [])
@@ -202,6 +205,7 @@ class Cluster:
         timeout: float = 60.0,
         progress: Callable[[DrainProgress], None] | None = None,
         exit_code: int = 0,
+        coordinator_timeout: float = 60.0,
     ) -> None:
         """Move the work of a device to others and make it leave; return when it has left.
 
@@ -210,32 +214,68 @@ class Cluster:
         waited for. Raises, and leaves everything as it was, if a job cannot go on without this device. An exception in
         ``progress`` (Ctrl-C, for example) cancels the drain: the device keeps its work. ``exit_code``: of the device's
         process, if it is a rank that a scheduler started; ``hoop device`` ends with 0.
+
+        A coordinator that ends forgets the drain. Waits up to ``coordinator_timeout`` seconds for it to be back, and
+        drains the device again.
         """
         if not 0 < device_id < 2**64:
             raise InvalidArgument(f"device: {device_id} is no device id; hoop status lists them")
-        request = pb.DrainDeviceRequest(device_id=device_id, timeout_s=timeout, exit_code=exit_code)
+        deadline, stage, again_until = time.monotonic() + timeout, "", 0.0
+
+        def show(found: DrainProgress) -> None:
+            nonlocal stage
+            stage = found.stage
+            if progress is not None:
+                progress(found)
+
+        while stage != "left":
+            left_s = max(0.0, deadline - time.monotonic())
+            request = pb.DrainDeviceRequest(device_id=device_id, timeout_s=left_s, exit_code=exit_code)
+            try:
+                self._follow_drain(request, show)
+                if stage != "left":
+                    raise PeerLost(f"{self._peer} ended the drain of device {device_id} without a reason")
+            except grpc.RpcError as error:
+                if unreachable(error):
+                    self._wait_for_restart(device_id, status_of(error), coordinator_timeout, progress)
+                    again_until = time.monotonic() + coordinator_timeout
+                    continue
+                found = self._state_of(device_id) if again_until else ""
+                if stage == "leaving" and again_until and found not in ("alive", "suspect", "draining"):
+                    return  # the device had been asked to leave before the coordinator ended
+                if found != "draining" or time.monotonic() > again_until:
+                    raise translate(error, self._peer) from None
+                time.sleep(DRAIN_AGAIN_S)  # only the connection broke: the coordinator cancels the first call soon
+
+    def _follow_drain(self, request: pb.DrainDeviceRequest, show: Callable[[DrainProgress], None]) -> None:
         with defer_signals():
             stream = self._stub.DrainDevice(request)
-        left = False
         try:
             for one in stream:
-                left = one.stage == "left"
-                found = DrainProgress(
-                    printable(one.stage), one.job_id, tuple(one.device_ids), one.seconds, printable(one.text)
-                )
-                if progress is not None:
-                    progress(found)
-        except grpc.RpcError as error:
-            if unreachable(error):
-                raise PeerLost(
-                    f"the coordinator at {self.address} does not answer any more ({status_of(error)}), which ended the "
-                    f"drain of device {device_id}; drain it again if hoop status still lists it as alive"
-                ) from None
-            raise translate(error, f"the coordinator at {self.address}") from None
+                devices, text = tuple(one.device_ids), printable(one.text)
+                show(DrainProgress(printable(one.stage), one.job_id, devices, one.seconds, text))
         finally:
             stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
-        if not left:
-            raise PeerLost(f"the coordinator at {self.address} ended the drain of device {device_id} without a reason")
+
+    def _wait_for_restart(
+        self, device_id: int, reason: str, timeout: float, progress: Callable[[DrainProgress], None] | None
+    ) -> None:
+        """Wait for a coordinator that stopped answering in the middle of a drain."""
+        text = f"{self._peer} does not answer ({reason}); the drain of device {device_id} goes on when it is back"
+        if progress is not None:
+            progress(DrainProgress("interrupted", 0, (), 0.0, text))
+        try:
+            self.wait_ready(timeout)
+        except DeadlineExceeded as error:
+            raise PeerLost(
+                f"{error}, which ended the drain of device {device_id}; drain it again if hoop status still lists it "
+                "as alive"
+            ) from None
+
+    def _state_of(self, device_id: int) -> str:
+        """The state of a device in ``status``; empty if the coordinator does not know it."""
+        states = (one.state for one in self.status().devices if one.device.device_id == device_id)
+        return next(states, "")
 
     def copy(self, source: tuple[int, int | str], destination: tuple[int, int | str], size: int) -> None:
         """Copy ``size`` bytes between devices. Each end is a device id and an address or a buffer name."""

@@ -68,7 +68,7 @@ from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import check_reachable
 from hoop.strategies.catalog import parse
-from hoop.strategies.data_parallel import for_hosts
+from hoop.strategies.data_parallel import DataParallel, for_hosts
 
 log = logging.getLogger("hoop.engine")
 REASSIGNMENT_TIMEOUT_S = 600.0
@@ -138,8 +138,6 @@ class Trainer:
         self._first_size = 0
         """Number of ranks that the run begins with, if this rank could not set up with them; else 0."""
         self._job = job
-        self._announces_sharding = False
-        """True if this rank must tell others in a recovery that the update is sharded."""
         self._sharded: ShardedStateManager | None = None
         if not parse(settings.strategy).replicated:
             self._sharded = self._new_sharded_state()
@@ -212,8 +210,14 @@ class Trainer:
     def _shard_update(self) -> ShardedStateManager:
         """Data parallel: the ranks have chosen to shard the update. They keep that choice until the end of the run."""
         self._settings = self._settings.with_sharded_update()
-        self._sharded, self._announces_sharding = self._new_sharded_state(), True
+        self._sharded = self._new_sharded_state()
         return self._sharded
+
+    @property
+    def _shards_update(self) -> bool:
+        """Data parallel: the ranks shard the update, by the settings or by their own choice."""
+        strategy = parse(self._settings.strategy)
+        return isinstance(strategy, DataParallel) and strategy.sharded
 
     def _use_setup(self, setup: TrainingSetup) -> None:
         self._setup, self.executor, self._role = setup, setup.executor, setup.role
@@ -269,6 +273,7 @@ class Trainer:
                     same=fingerprint(data),
                     environment={} if self._settings.allow_mixed else rank_environment(),
                     costs=setup.step_costs,
+                    sharded_update=self._shards_update,
                 )
             )
             if setup.rounding:
@@ -442,16 +447,23 @@ class Trainer:
         try:
             self._enter_generation(context, planned=True)
         except StateLost as lost:  # the update is sharded, and an owner and its holder left together
-            obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
+            obstacle: HoopError = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
             self._recover(obstacle, obstacle)
+            return
+        except RECOVERABLE:
+            raise  # as a failure within a step
+        except HoopError as refused:  # a device that joins has too little memory, for example
+            self._recover(refused, refused)
             return
         self._emit_change(ev.Resized, began, "")
 
     def _enter_generation(self, context: RankContext, planned: bool = False) -> None:
         """Goes on with the ranks of ``context``: with the same state on all of them, or with a part of it on each.
 
-        A rank that joins a data parallel job learns here whether the others shard the update.
+        If the ranks of a data parallel job shard the update, all that know it say so first: a rank that began to join
+        before they had chosen learns it here.
         """
+        self._startup.joining = self._startup.joining or context.left_out  # until a recovery is complete
         if self._sharded is None:
             try:
                 self._resume_replicas(context, planned)
@@ -460,7 +472,7 @@ class Trainer:
                 sharded = self._drop_whole_state()
         else:
             sharded = self._sharded
-            if self._announces_sharding:
+            if self._shards_update:
                 status = RankStatus(context.device, NO_STATE, self._epoch_end, survived=True, offers=[])
                 announce_sharded_update(context.communicator, status, self._settings.timeout_s)
         self._reshard(context, sharded)
@@ -486,6 +498,7 @@ class Trainer:
                 missing=self._missing_shards,
                 ranks=self._context.size,
                 generation=self._context.communicator.endpoint.generation,
+                sharded_update=self._shards_update,
             )
             self._emit(event)
 
@@ -516,7 +529,8 @@ class Trainer:
         if self._done > NO_STATE:
             for loss in self._role.sync_for_recovery(self._done):
                 self._count_step(loss)
-        self._startup.joining = self._startup.joining or context.left_out
+            if self._startup.joining and not self._role.state_is_whole:
+                self._forget_state()  # the others went on without this rank, which may have read what they wrote
         status = RankStatus(
             context.device,
             self._done,

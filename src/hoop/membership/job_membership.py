@@ -15,7 +15,8 @@ The rules, in the order in which ``_decide`` applies them:
 
     (1) a task failed, or all tasks have reached the end of the training: the job is over
     (2) no device has a rank any more: wait for devices that can come back, then assign ranks to those that did
-    (3) all ranks wait, and together they lack a part of the state: wait for devices that may still have it
+    (3) all ranks wait, and together they lack a part of the state: wait for devices that may still have it; or they
+        cannot go on for another reason, with devices that have just joined: refuse these
     (4) the generation is broken (a device died, a link failed, a task is gone): assign new ranks at once
     (5) ranks wait for an unknown reason: assign new ranks, each time after twice the pause
     (6) devices are ready to join, or may leave: assign ranks between two steps, or at once if state is partitioned
@@ -44,7 +45,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hoop.errors import PeerLost
+from hoop.errors import InternalError, PeerLost, UserError, error_from_name
 from hoop.membership.fast_replace import replace
 from hoop.membership.job_messages import (
     Assign,
@@ -65,6 +66,7 @@ from hoop.membership.job_messages import (
     LeaveRequested,
     Move,
     Readmit,
+    Refuse,
     Release,
     StopRequested,
     TaskFinished,
@@ -103,6 +105,7 @@ __all__ = [
     "LeaveRequested",
     "Move",
     "Readmit",
+    "Refuse",
     "Release",
     "StopRequested",
     "TaskFinished",
@@ -200,6 +203,8 @@ class JobView:
     """Time of the next invitation of each device that an invitation did not reach."""
     refused: frozenset[str] = frozenset()
     """Incarnations that cannot take part: their data differs, or they do not have the job's code."""
+    newcomers: frozenset[int] = frozenset()
+    """Devices that have their first rank in a generation whose ranks have not run steps together yet."""
     unsettled: int = 0
     """Newest generation, until its ranks run steps together; 0 after that. No join or leave is planned before."""
     waits_since: float | None = None
@@ -376,6 +381,7 @@ def _on_resumed(job: JobView, cluster: State, generation: int, now: float) -> Re
     if generation != one.generation:
         return job, ()
     job = replace(_reset_backoff(job), unsettled=0, moving=0, grace_until=None, awaited=frozenset())
+    job = replace(job, newcomers=frozenset())
     instructions: tuple[JobInstruction, ...] = ()
     for key in _without_rank(job, one):  # the running ranks have its state
         if key in job.leaving or key in cluster.link_faults_of(job.id).evicted_until:
@@ -397,8 +403,9 @@ def _on_assigned(job: JobView, cluster: State, generation: int, planned: bool) -
         if key in tasks:
             tasks[key] = TaskView(tasks[key].incarnation, TaskStage.ACTIVE)
     movers = tuple(key for key in sorted(job.tasks) if _had_rank(job, key))
+    newcomers = frozenset(one.members) & (job.newcomers | set(one.members) - job.participants)
     participants = job.participants | set(one.members)
-    job = replace(job, tasks=tasks, participants=participants, waits_since=None)
+    job = replace(job, tasks=tasks, participants=participants, newcomers=newcomers, waits_since=None)
     job = replace(job, unsettled=generation, moving=generation if planned else 0, movers=movers)
     # Not final until the new ranks run: the state of the released devices may still be needed.
     gone = {*job.leaving, *cluster.link_faults_of(job.id).evicted_until}
@@ -556,10 +563,13 @@ def _await_more(job: JobView, cluster: State, now: float) -> Result:
 
 def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -> Result:
     """(3): the ranks together lack state. Another device may bring it."""
-    ready, missing = _ready(job, cluster), _may_return(job, cluster)
-    needed = [key for key in _without_rank(job, cluster.communicator(job.id)) if key in job.leaving]
-    for key in needed:  # its state is needed: it does not leave, and is invited again below
+    worst = next(job.tasks[key] for key in waiting if job.tasks[key].lacks)
+    if job.newcomers and not job.newcomers.issuperset(waiting) and not _lacks_state(worst):
+        return _refuse_newcomers(job, cluster, waiting, worst.lacks, now)
+    # What one has that is to leave and has no rank, or waits for one, is needed: it stays, and is invited again below.
+    for key in job.leaving.keys() & job.participants - set(waiting):
         job = _not_leaving(job, key)
+    ready, missing = _ready(job, cluster), _may_return(job, cluster)
     if ready:
         return _rebuild(job, cluster)
     job = _with_grace(job, now)
@@ -567,8 +577,23 @@ def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -
         evicted = sorted(missing & set(cluster.link_faults_of(job.id).evicted_until))
         job, instructions = _invite_and_announce(job, cluster, missing, now)
         return job, (*(Readmit(key) for key in evicted), *instructions)
-    worst = next(job.tasks[key] for key in waiting if job.tasks[key].lacks)
     return _end(job, worst.error, worst.lacks)
+
+
+def _refuse_newcomers(job: JobView, cluster: State, waiting: list[int], text: str, now: float) -> Result:
+    """The ranks cannot go on with devices that have just joined: assigns ranks without these. They never had state."""
+    if not _backoff_over(job, cluster, now):
+        return job, ()
+    refused = tuple(Refuse(key, text) for key in sorted(job.newcomers & job.tasks.keys()))
+    members = cluster.communicator(job.id).members
+    gone = tuple(key for key in members if key in job.newcomers or key not in waiting)
+    job = replace(job, assigning=True, moving=0, participants=job.participants - job.newcomers)
+    return job, (*refused, Assign(leaving=gone))
+
+
+def _lacks_state(task: TaskView) -> bool:
+    """Whether the ranks of a task lack state, rather than memory, for example."""
+    return not isinstance(error_from_name(task.error, ""), UserError | InternalError)
 
 
 def _with_grace(job: JobView, now: float) -> JobView:

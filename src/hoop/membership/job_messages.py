@@ -182,6 +182,14 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """The ranks cannot go on with a device that has just joined, for the reason in ``text``: it takes no part."""
+
+    device_id: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Readmit:
     """End the eviction of a device: the other ranks lack state that it may have."""
 
@@ -220,4 +228,4 @@ class End:
     text: str = ""
 
 
-JobInstruction = Assign | Move | Invite | Release | Readmit | Await | AwaitMore | AwaitLoading | End
+JobInstruction = Assign | Move | Invite | Release | Refuse | Readmit | Await | AwaitMore | AwaitLoading | End

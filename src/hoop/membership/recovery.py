@@ -170,7 +170,7 @@ def agree(statuses: Sequence[RankStatus], whole: Mapping[str, int]) -> RecoveryP
     steps = {step for one in statuses for step, _ in one.offers}
     lost = list(whole)
     for step in _preferred(steps, newest):
-        sources = _sources(statuses, step)
+        sources = _sources(statuses, step, whole)
         missing = uncovered(whole, sources)
         if not missing:
             return _make_plan(statuses, old, step, sources)
@@ -220,13 +220,19 @@ def uncovered(whole: Mapping[str, int], slices: Iterable[SliceSpec]) -> list[str
     return missing
 
 
-def _sources(statuses: Sequence[RankStatus], step: int) -> dict[SliceSpec, int]:
-    """The rank that provides each slice of this step: a survivor if one has it, of these the lowest rank."""
-    found: dict[SliceSpec, int] = {}
-    for rank in sorted(range(len(statuses)), key=lambda one: not statuses[one].survived):
-        for spec in statuses[rank].offered(step):
-            found.setdefault(spec, rank)
-    return found
+def _sources(statuses: Sequence[RankStatus], step: int, whole: Mapping[str, int]) -> dict[SliceSpec, int]:
+    """The rank that provides each slice of this step: a survivor if one has it, of these the lowest rank.
+
+    A rank that was left out or restarted provides only tensors that the survivors lack. With an asynchronous strategy
+    its state after this step may be another one: the survivors may have gone back and done the step again.
+    """
+    found: dict[bool, dict[SliceSpec, int]] = {True: {}, False: {}}
+    for rank, one in enumerate(statuses):
+        for spec in one.offered(step):
+            found[one.survived].setdefault(spec, rank)
+    lacking = set(uncovered(whole, found[True]))
+    others = {spec: rank for spec, rank in found[False].items() if spec.name in lacking}
+    return others | found[True]  # in this order: where slices overlap, the survivors' are written last
 
 
 def _make_plan(

@@ -87,10 +87,16 @@ def moving(state: TaskRanks) -> TaskRanks:
 
 
 def took(state: TaskRanks, generation: int) -> TaskRanks:
-    """The task opened the links of this generation, or gave up on them."""
+    """The task takes the assignment of this generation."""
     newest, taken = max(state.newest, generation), max(state.taken, generation)
     planned = state.planned and newest > taken  # a newer assignment came meanwhile
-    return replace(state, newest=newest, taken=taken, move=False, planned=planned, left_out=False)
+    left_out = state.left_out and state.rejoins  # it was left out of this generation, too
+    return replace(state, newest=newest, taken=taken, move=False, planned=planned, left_out=left_out)
+
+
+def gave_up(state: TaskRanks, generation: int) -> TaskRanks:
+    """The task cannot open the links of this generation: the next one must learn, too, that it was left out."""
+    return replace(took(state, generation), left_out=state.left_out)
 
 
 def rejoined(state: TaskRanks) -> TaskRanks:

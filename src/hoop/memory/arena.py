@@ -240,8 +240,11 @@ class Arena:
     @classmethod
     def _load(cls, file: BackingFile) -> Arena:
         with ExitStack() as undo:
-            undo.callback(file.close)
-            arena = cls(file, Geometry.unpack(file.read(PAGE), file.size, f"arena {file.path}"))
+            undo.callback(lambda: file.close())
+            geometry = Geometry.unpack(file.read(PAGE), file.size, f"arena {file.path}")
+            if file.exclusive:
+                file = file.leave_to_others()
+            arena = cls(file, geometry)
             undo.pop_all()
         return arena
 

@@ -5,6 +5,12 @@
                                                           ^ min_address            ^ max_address
 
 The superblock holds the sizes and a checksum. It is written once.
+
+A rank maps the arenas of its peers, and may be stopped (SIGSTOP) in the middle of reading or writing one. If that
+peer's device is killed and restarted on the file meanwhile, the rank must neither read what the new process writes nor
+write to it. So every descriptor for another process (``reopen``) has a shared lock, which the kernel keeps as long as
+there is a duplicate of the descriptor or a mapping made with it. A new owner that finds such a lock puts a copy in the
+place of the file (``leave_to_others``), and the rank goes on with the old one.
 """
 
 from __future__ import annotations
@@ -15,8 +21,11 @@ import mmap
 import os
 import stat
 import struct
+import sys
 import tempfile
+import time
 import zlib
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -25,6 +34,7 @@ from typing import Literal
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, NotFound, OutOfMemory, OutOfRange
+from hoop.resources import arena_shortage, available_memory, in_memory
 
 PAGE = 4096
 MIN_ADDRESS = 0x1000
@@ -147,6 +157,9 @@ def damaged_header(subject: str, part: str) -> FailedPrecondition:
 _NO_SPACE_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
 _FALLOCATE_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 files there are opened without following links, mode 0600
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_RELEASE_S, _POLL_S = 10.0, 0.05
+_COPIED_AT_ONCE = 1 << 20
 _CREATE = {"never": 0, "missing": os.O_CREAT, "always": os.O_CREAT | os.O_EXCL}
 
 
@@ -217,9 +230,60 @@ class BackingFile:
         path, follow = (own, 0) if os.path.exists(own) else (str(self.path), os.O_NOFOLLOW)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | follow)
         if os.path.samestat(os.fstat(descriptor), os.fstat(self._file.fileno())):
+            if sys.platform == "linux":
+                with suppress(OSError):  # a file system without these locks
+                    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK))
             return descriptor
         os.close(descriptor)
         raise FailedPrecondition(f"arena {self.path}: the name means another file now; restart the device")
+
+    @property
+    def used_by_others(self) -> bool:
+        """Whether a process has a descriptor from ``reopen``, or memory that it mapped with one. Linux only."""
+        if sys.platform != "linux":
+            return False
+        try:
+            found = fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+        except OSError:  # as in ``reopen``
+            return False
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+
+    def leave_to_others(self) -> BackingFile:
+        """The file if no other process uses it; else a copy, which has its name and its lock from now on.
+
+        Where it cannot be copied, it waits for the others, and raises FailedPrecondition after ``_RELEASE_S``.
+        """
+        deadline = time.monotonic() + _RELEASE_S
+        while self.used_by_others:
+            try:
+                return self._replace_by_copy()
+            except (HoopError, OSError) as error:  # no room; or the file is a mount point, and keeps its name
+                if time.monotonic() > deadline:
+                    raise FailedPrecondition(
+                        f"arena {self.path}: a process that shared memory with the last owner still uses it, perhaps "
+                        f"a device that is stopped, and it cannot be copied: {error}; end or continue that process, "
+                        "or use another path"
+                    ) from error
+            time.sleep(_POLL_S)
+        return self
+
+    def _replace_by_copy(self) -> BackingFile:
+        path = self.path.with_name(f"{self.path.name}.copy")
+        path.unlink(missing_ok=True)  # of a process that was killed here
+        size = self.size
+        if (shortage := arena_shortage(size, path.parent, available_memory())) and in_memory(path.parent):
+            raise OutOfMemory(shortage)
+        with ExitStack() as undo:
+            copy = BackingFile(path, create="always", exclusive=True)
+            undo.callback(copy.close)
+            undo.callback(copy.unlink)
+            copy.reserve(size)
+            _copy(self._file.fileno(), copy._file.fileno())
+            os.rename(path, self.path)  # a process killed before leaves the old file, as it was
+            copy.path = self.path
+            undo.pop_all()
+        self.close()
+        return copy
 
     def unlink(self) -> None:
         """Remove the file's name, if the name still refers to this file."""
@@ -295,6 +359,27 @@ def _reserve(fd: int, size: int) -> None:
         else:
             return
     os.ftruncate(fd, size)
+
+
+def _whole_file(kind: int) -> bytes:
+    """The argument of ``fcntl`` for a lock of the whole file."""
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _copy(source: int, target: int) -> None:
+    """Copy a file to another one, which is zero. Parts that were never written are skipped."""
+    stop = 0
+    while True:
+        try:
+            start = os.lseek(source, stop, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break  # there is no more data
+        stop = os.lseek(source, start, os.SEEK_HOLE)
+        while start < stop:
+            start += os.pwrite(target, os.pread(source, min(_COPIED_AT_ONCE, stop - start), start), start)
+    os.fsync(target)
 
 
 def _open_error(path: Path, error: OSError | ValueError) -> HoopError:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
-from hoop.errors import DeadlineExceeded, HoopError, PeerCause, PeerLost
+from hoop.errors import DeadlineExceeded, HoopError, PeerCause, PeerLost, ResourceExhausted
 from hoop.events import EventLog
 from hoop.membership import events as m
 from hoop.membership.heartbeats import DetectorConfig
@@ -54,6 +54,8 @@ MAX_JOBS = 64
 JOURNAL_RETRY_S = 2.0
 """Seconds for which ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
+JOURNAL_ERRORS = (DeadlineExceeded, ResourceExhausted)
+"""The journal does not answer, or its disk is full."""
 COUNT_UNITS = ("dialect", "bytes", "elements", "auto")
 JournalLocation = Path | EtcdLocation
 
@@ -182,7 +184,7 @@ class Coordinator:
             return
         finally:
             self._probing.discard(device_id)
-        with contextlib.suppress(DeadlineExceeded):  # the journal does not answer: the next tick probes again
+        with contextlib.suppress(*JOURNAL_ERRORS):  # the next tick probes again
             self.apply(m.Probed(device_id, info.incarnation, failure))
 
     async def abort(self, stop: m.Stop) -> None:
@@ -228,7 +230,7 @@ class Coordinator:
         except grpc.RpcError as error:
             if unreachable(error):
                 failure, name = status_of(error), type(request).__name__.removesuffix("Request")
-                with contextlib.suppress(DeadlineExceeded):  # the journal does not answer: the lease will expire
+                with contextlib.suppress(*JOURNAL_ERRORS):  # nobody learns it now: the lease will expire
                     self.apply(m.CallReported(device_id, failure, time.monotonic()))
                 raise PeerLost(
                     f"{member.info} was lost during {name}: {failure}", cause=PeerCause.DEVICE_LOST

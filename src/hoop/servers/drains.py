@@ -6,7 +6,7 @@
 
 From then on the device gets no new work. ``membership.job_membership`` decides when each of its jobs goes on without
 it. A drain lives as long as the call of its client: if that ends before the device is asked to leave, the device
-keeps its work.
+keeps its work. A restarted coordinator knows of no drain; the client calls again (``Cluster.drain``).
 """
 
 from __future__ import annotations

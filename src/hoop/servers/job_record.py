@@ -7,6 +7,7 @@ by which the services of coordinator and device send job events.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class JobRecord:
     """Versions and arithmetic that the job's devices must have; empty: unknown yet, or all may differ."""
     data: str = ""
     """Fingerprint of the dataset that all devices must have; empty until the first device reports it."""
+    sharded_update: bool = False
+    """Data parallel: its ranks have reported that they shard the update."""
     _own_events: int = 0
 
     @property
@@ -78,6 +81,18 @@ class JobRecord:
             return not sharded and parse(str(self._settings.get("strategy", DataParallel.name))).replicated
         except InvalidArgument:
             return False
+
+    @property
+    def join_settings(self) -> str:
+        """The settings for a device that joins: with ``sharded_update=auto``, what the ranks have chosen.
+
+        The device checks its memory by them: it may have room for a slice of the optimizer state only.
+        """
+        settings = self._settings
+        chosen = self.sharded_update and settings.get("sharded_update", "auto") == "auto"
+        if not chosen or not parse(str(settings.get("strategy", DataParallel.name))).replicated:
+            return self.settings
+        return json.dumps(settings | {"strategy": DataParallel(sharded=True).spec, "sharded_update": "on"})
 
     @property
     def min_devices(self) -> int:
@@ -146,10 +161,10 @@ class JobRecord:
         self._own_events += 1
         self.append(event.kind, event.to_json(), rank, device, f"{self.token}:{self._own_events}")
 
-    def append(self, kind: str, json: str, rank: int, device: int, origin: str) -> None:
-        """Adds an event to the job's log. ``origin`` is its unique name."""
-        self.progress.add(kind, json)
-        self.log.publish(kind, json, rank=rank, device=device, origin=origin)
+    def append(self, kind: str, text: str, rank: int, device: int, origin: str) -> None:
+        """Adds an event to the job's log, as JSON. ``origin`` is its unique name."""
+        self.progress.add(kind, text)
+        self.log.publish(kind, text, rank=rank, device=device, origin=origin)
 
     def outcome(self) -> HoopError | None:
         """The failure that explains the rest, or None if the job succeeded."""

@@ -182,6 +182,9 @@ class JobSupervisor:
             case jm.Release(device_id, final):
                 release = pb.ReassignTaskRequest(job_id=self.record.id, final=final)
                 self._coordinator.in_background(self._notify(device_id, lambda device: device.ReassignTask, release))
+            case jm.Refuse(device_id, text):
+                info = self._coordinator.state.member(device_id).info
+                self.refuse(info, f"{info} on {info.host} cannot take part: {text}")
             case jm.Readmit(device_id):
                 self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
@@ -257,7 +260,7 @@ class JobSupervisor:
         request = pb.StartTaskRequest(
             job_id=record.id,
             assignment=alone,
-            settings=record.settings,
+            settings=record.join_settings,
             joining=True,
             run=record.run,
             future_ranks=len({*record.communicator.members, device_id}),

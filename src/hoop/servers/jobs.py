@@ -119,6 +119,7 @@ class Jobs:
         except BaseException as error:
             supervisor.close()
             await self._abort(job, str(error))
+            await self._dismiss(job)
             await self._coordinator.apply_with_retry(m.Destroyed(one.id))
             raise
         self._jobs[one.id], self._supervisors[one.id] = job, supervisor
@@ -273,7 +274,7 @@ class Jobs:
                 supervisor.refuse(info, f"{info} on {info.host} cannot take part: {event.text}")
                 return
             case ev.Started() as event:
-                job.data, job.environment = event.same, event.environment
+                job.data, job.environment, job.sharded_update = event.same, event.environment, event.sharded_update
             case ev.Failed() as event:
                 text = f"rank {rank} (device {device_id} on {info.host}): {event.text}"
                 await self._add_failure(job, error_from_name(event.error, text))
@@ -295,6 +296,7 @@ class Jobs:
                 supervisor.handle(jm.TaskReady(device_id, incarnation))
             case ev.Resized() | ev.Recovered() as event:
                 self._count_pause(job, event)
+                job.sharded_update = event.sharded_update
                 supervisor.on_resumed(event.generation)
             case ev.Ended():
                 job.ended = True
@@ -350,6 +352,15 @@ class Jobs:
     async def _abort(self, job: JobRecord, reason: str) -> None:
         one = job.communicator
         await self._coordinator.abort(m.Stop(one.id, one.generation, reason, one.members))
+
+    async def _dismiss(self, job: JobRecord) -> None:
+        """Ends the tasks of a job that did not start: they would keep their memory and wait for another rank."""
+        request = pb.ReassignTaskRequest(job_id=job.id, final=True)
+        calls = (
+            self._coordinator.call(key, lambda device: device.ReassignTask, request, STOP_S)
+            for key in job.communicator.members
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
 
     # ---- requests of clients and devices
 

@@ -432,9 +432,9 @@ class Tasks:
             try:
                 return self._open_assignment(job_id, task, message)
             except MembershipChanged:  # the runner knows a newer generation; its assignment will come
-                task.update_ranks(partial(ranks.took, generation=message.generation))
+                task.update_ranks(partial(ranks.gave_up, generation=message.generation))
             except (PeerError, OSError) as error:  # no descriptor left, or a listener that is closing
-                task.update_ranks(partial(ranks.took, generation=message.generation))
+                task.update_ranks(partial(ranks.gave_up, generation=message.generation))
                 task.emit(ev.Waiting(message.generation, text=str(error)))
 
     # ---- messages of the coordinator (3), (4), (5)

@@ -101,6 +101,37 @@ def test_the_job_ends_if_no_device_can_have_missing_state() -> None:
     assert instructions == (jm.Release(1, True), jm.End("PeerLost", "second was lost"))
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_device_with_which_the_ranks_cannot_go_on_is_refused(planned: bool) -> None:
+    """It has too little memory for its part: all ranks find that out, and the others go on without it."""
+    job = Job(1, 2, planned=planned)
+    job.state = after(job.state, m.Joined(device(3), NOW))
+    job.handle(jm.DeviceArrived(3))
+    job.carry_out(job.handle(jm.TaskReady(3, "a"))[0])
+    for key in (1, 2):
+        assert job.handle(jm.TaskWaiting(key, "a", job.generation, "memory: rank 2", "FailedPrecondition")) == ()
+    refusal = job.handle(jm.TaskWaiting(3, "a", job.generation, "memory: rank 2", "FailedPrecondition"))
+    assert refusal == (jm.Refuse(3, "memory: rank 2"), jm.Assign(leaving=(3,)))
+    assert job.handle(jm.InviteFailed(3, "a")) == ()
+    job.carry_out(refusal[1])
+    assert job.state.communicator(1).members == (1, 2)
+    assert job.view.participants == {1, 2}, "nobody waits for its state"
+    assert job.handle(jm.TaskResumed(job.generation)) == ()
+    assert job.handle(jm.DeviceArrived(2)) == ()
+
+
+def test_a_device_that_has_just_joined_is_kept_if_state_is_lacking() -> None:
+    job = Job(1, 2, planned=False)
+    job.state = after(job.state, m.Joined(device(3), NOW))
+    job.handle(jm.DeviceArrived(3))
+    job.carry_out(job.handle(jm.TaskReady(3, "a"))[0])
+    job.carry_out(job.update_cluster(dead(2))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    job.handle(jm.TaskWaiting(1, "a", job.generation, "second was lost", "TrainingStateLost"))
+    instructions = job.handle(jm.TaskWaiting(3, "a", job.generation, "second was lost", "TrainingStateLost"))
+    assert instructions[-1] == jm.End("TrainingStateLost", "second was lost")
+
+
 def make_arenas_persistent(job: Job) -> None:
     """Give every device an arena that outlives its process."""
     members = {key: replace(one, info=replace(one.info, keeps_memory=True)) for key, one in job.state.members.items()}
@@ -241,6 +272,20 @@ def test_a_task_that_was_left_out_reports_it_once() -> None:
     state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3)), 5, planned=True)
     assert (state.left_out, state.generation) == (True, 5)
     assert not tm.took(state, 5).left_out
+
+
+def test_a_task_that_was_left_out_reports_it_in_the_generation_after_one_whose_links_it_cannot_open() -> None:
+    state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3)), 5, planned=False)
+    state = tm.gave_up(state, 5)
+    assert (state.left_out, tm.next_step(state)) == (True, tm.NextStep.WAIT)
+    assert tm.assigned(state, 6, planned=False).left_out
+
+
+def test_a_task_that_is_left_out_while_it_takes_an_older_assignment_reports_it() -> None:
+    state = tm.assigned(tm.took(tm.TaskRanks(), 3), 5, planned=False)
+    state = tm.took(tm.rejoined(state), 5)
+    assert state.left_out
+    assert tm.assigned(state, 6, planned=False).left_out
 
 
 def test_events_of_a_job_that_is_over_are_ignored() -> None:

@@ -107,6 +107,19 @@ def test_a_rank_that_stayed_is_preferred_as_the_source() -> None:
     assert dict(plan.sources) == {FIRST: 1, SECOND: 1}
 
 
+def test_a_rank_that_was_left_out_provides_nothing_that_the_others_have() -> None:
+    """Its slices are cut in other places, and would be written over theirs, which may be of another state."""
+    left, right = SliceSpec("first", 0, 4, 16), SliceSpec("first", 4, 4, 16)
+    plan = agree([holds(5, FIRST, SECOND, stayed=False), holds(5, left, SECOND), holds(5, right)], PARTS)
+    assert dict(plan.sources) == {left: 1, right: 2, SECOND: 1}
+
+
+def test_where_slices_overlap_those_of_the_ranks_that_stayed_are_written_last() -> None:
+    left = SliceSpec("first", 0, 4, 16)
+    plan = agree([holds(5, FIRST, stayed=False), holds(5, left, SECOND)], PARTS)
+    assert list(plan.sources.items()) == [(FIRST, 0), (left, 1), (SECOND, 1)]
+
+
 def test_missing_tensors_are_named() -> None:
     with pytest.raises(StateLost, match=r"^second$"):
         agree([holds(5, FIRST), holds(4, FIRST)], PARTS)

@@ -186,6 +186,7 @@ class ShardedStateManager:
         ``done``, ``epoch_end``, ``stopped``: for ``RankStatus``. Raises ``StateLost`` if no step is complete. After any
         error it can be called again, for the next generation.
         """
+        self._left_out = self._left_out or context.left_out  # until ``confirm``, whatever fails below
         self._keep_versions()
         steps = [one.step for one in self._versions]
         self._vectors.append(self._vectors[0].child(f"cut{len(self._vectors)}."))
@@ -218,7 +219,6 @@ class ShardedStateManager:
         if self._joining:
             # Later than any count so far, should no survivor know it: there was at most one per generation.
             self._reshard_count = context.communicator.endpoint.generation
-        self._left_out = self._left_out or context.left_out
         if self._joining:  # arenas and checkpoints contain only steps that all ranks have done
             done = max((one.step for one in self._versions), default=NO_STATE)
         status = RankStatus(

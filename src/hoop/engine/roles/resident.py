@@ -12,6 +12,10 @@ Losses, votes and provenance are in the tails, as on the CPU; they arrive togeth
 If a rank is lost, each other rank has finished a number of steps, and no two differ by more than one, because ranks
 meet in every step. ``sync_for_recovery`` brings the state and the tails of the finished steps to the host, and recovery
 goes on there as on the CPU. Shards of the step under way are computed again.
+
+The kernels that sum the rows of all ranks and update are launched together, so a rank cannot look in between whether
+the others have gone on without it and changed their rows (``Endpoint.verify_reads``). It looks when its GPU has
+finished them. If another rank has left by then, and the others went on without this one, its state is not used.
 """
 
 from __future__ import annotations
@@ -197,20 +201,29 @@ class ResidentRole(RankRole):
             executor.steps_updated = done + 1
             if executor.extra_slowdown:
                 self._slow_down(started)
+        self._finish_reads()
         return self._read_tails()
 
     def _meet_and_finish(self, step: ResidentStep, peers: PeerRows, number: int, done: int, started: float) -> None:
         executor = self.executor
         self._call_hooks(done, [self._reduce])
-        self._state.accelerator.synchronize()
+        self._finish_reads()
         computed = now()
         executor.profiler.record(self._compute, started, computed)
         waited = peers.meet(number, time.monotonic() + executor.settings.timeout_s)
         self._meetings += 1
         self._call_hooks(done, [Instruction(InstructionKind.UPDATE, 0)])
+        self.state_is_whole = not peers.reads_others
         step.finish(number)
         executor.profiler.record(self._reduce, computed, now(), waited)
         executor.extra_bytes_sent += peers.bytes_per_step
+
+    def _finish_reads(self) -> None:
+        """Wait for the GPU; raises PeerLost if a rank has left, and this rank's last update may be wrong."""
+        self._state.accelerator.synchronize()
+        if not self.state_is_whole:
+            self.executor.context.communicator.endpoint.verify_reads()
+            self.state_is_whole = True
 
     def _slow_down(self, started: float) -> None:
         """Make the step that began at ``started`` take longer: for experiments and fault injection."""
@@ -271,6 +284,7 @@ class ResidentRole(RankRole):
 
     def on_state_change(self) -> None:
         self._state.on_arena_change()
+        self.state_is_whole = True
 
     def checkpoint_reader(self, model: nn.Module) -> Callable[[], dict[str, Tensor]] | None:
         if self.executor.rank:
@@ -304,6 +318,7 @@ class ResidentRole(RankRole):
                 setattr(executor, name, value)
             self._state.accelerator.synchronize()
             self._state.discard_device_steps()
+            self.state_is_whole = True
 
     def launches(self, batch: int) -> dict[str, Callable[[], None]]:
         """What a step of ``batch`` samples launches on the GPU, by name. Only in a ``rehearsal``, after a step."""

@@ -47,6 +47,8 @@ class PeerRows(ABC):
     """Rows of this rank's shards, in order, by (set, shard, element). A node is in the row of its first shard."""
     bytes_per_step = 0
     """Number of bytes that are read from other ranks in a step."""
+    reads_others = False
+    """True if ``sum_into`` reads the memory of other ranks."""
     captured = True
     """True if ``sum_into`` consists of kernels only, and may be part of a CUDA graph."""
 
@@ -87,6 +89,8 @@ def add_along(expression: Sum, leaf: Sequence[Sequence[Tensor]], total: Tensor) 
 
 class MappedRows(PeerRows):
     """Rows that every rank of the host has mapped."""
+
+    reads_others = True
 
     def __init__(
         self, communicator: Communicator, plans: Sequence[MergePlan], shards: int, rows: Sequence[Tensor]
