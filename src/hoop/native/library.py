@@ -35,28 +35,25 @@ class EndpointState(ctypes.Structure):
 
     rank: int
     size: int
-    rounds: int
     polls: int
     yields: int
-    posted_rounds: int
+    waiting: int
+    failed: int
     barriers: int
     publications: int
-    failed: int
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("rank", _u32),
         ("size", _u32),
-        ("rounds", _u32),
         ("polls", _u32),
         ("yields", _u32),
-        ("posted_rounds", _u32),
+        ("waiting", _u32),
+        ("failed", _u32),
         ("barriers", _u64),
         ("publications", _u64),
-        ("own_rounds", _pointer),
-        ("peer_rounds", _pointer),
         ("entered", _pointer),
+        ("sleepers", _pointer),
         ("peer_left", _pointer),
         ("fingerprints", _pointer * 2),
-        ("failed", _u32),
     ]
 
 
@@ -70,13 +67,12 @@ class AllReduceState(ctypes.Structure):
     """``struct hoop_all_reduce``: one prepared all-reduce of one rank."""
 
     phase: int
-    start: int
     waited_ns: int
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("endpoint", _pointer),
         ("fingerprint", _u64),
         ("count", _u64),
-        ("piece", _u64),
+        ("capacity", _u64),
         ("low", _u64),
         ("high", _u64),
         ("compares", _u32),
@@ -96,8 +92,7 @@ class AllReduceState(ctypes.Structure):
         ("source", _pointer),
         ("destination", _pointer),
         ("phase", _u32),
-        ("parity", _u32),
-        ("start", _u64),
+        ("publication", _u64),
         ("started_ns", _i64),
         ("waited_ns", _i64),
     ]
@@ -115,6 +110,7 @@ class NativeLibrary:
         self.meet: Callable[[Any], int] = functions.hoop_meet
         self.meet_comparing: Callable[[Any, Any], int] = functions.hoop_meet_comparing
         self.all_reduce: Callable[[Any], int] = functions.hoop_all_reduce
+        self.wake: Callable[..., None] = _taking(functions.hoop_wake, _pointer)
         self.resume: Callable[..., int] = _taking(functions.hoop_all_reduce_resume, _pointer, _i64)
         self.fold: Callable[..., None] = _taking(functions.hoop_fold, _pointer, _pointer, _pointer)
 
