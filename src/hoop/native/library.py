@@ -1,7 +1,7 @@
 """Loads the native core and describes its structures; ``core.c`` says what each field means.
 
 ``load`` is called by every endpoint in shared memory, ``status`` by ``hoop doctor``. The environment variable
-``HOOP_NATIVE=1`` turns the native core on in a process.
+``HOOP_NATIVE=0`` turns the native core off in a process.
 """
 
 from __future__ import annotations
@@ -131,20 +131,20 @@ def addresses(values: list[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def load() -> NativeLibrary | None:
-    """The library; None if it is not turned on, not built, out of date or not to be trusted (``status`` says why)."""
-    return _load()[0] if _turned_on() else None
+    """The library; None if it is turned off, not built, out of date or not to be trusted (``status`` says why)."""
+    return None if _turned_off() else _load()[0]
 
 
 def status() -> str:
     """``in use (avx2)``, or why it is not in use and what to do."""
-    if not _turned_on():
-        return "not in use; HOOP_NATIVE=1 turns it on"
+    if _turned_off():
+        return "not in use: HOOP_NATIVE=0 turns it off; unset HOOP_NATIVE to use it"
     library, reason = _load()
     return f"in use ({library.instruction_set})" if library is not None else f"not in use: {reason}"
 
 
-def _turned_on() -> bool:
-    return os.environ.get("HOOP_NATIVE", "") == "1"
+def _turned_off() -> bool:
+    return os.environ.get("HOOP_NATIVE", "") == "0"
 
 
 @functools.cache
