@@ -24,6 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -164,11 +165,24 @@ static inline uint16_t rounded_float16(float value)
 static const struct kernel (*kernels)[4] = kernels_baseline;
 static const divide_function *divides = divides_baseline;
 
+#if defined(__x86_64__)
+/* Whether the processor and the kernel support AVX2 and F16C. __builtin_cpu_supports does not link with ziglang. */
+static int has_avx2(void)
+{
+    uint32_t a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_F16C))
+        return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
+        return 0;
+    __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+    return (a & 6) == 6; /* the kernel saves the wide registers */
+}
+#endif
+
 __attribute__((constructor)) static void choose_kernels(void)
 {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    if (has_avx2()) {
         kernels = kernels_avx2;
         divides = divides_avx2;
     }
