@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+NATIVE := $(VENV)/.native
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # With it every process of the tests would compile Hoop again, and every worker of pytest all tests: 8 s each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
 
-install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing changed
+install: $(STAMP) $(NATIVE) ## Set up .venv with Hoop and its tools; at once if nothing changed
 	@:
 
 train: install ## Train the MNIST model on this machine's cores
@@ -60,6 +61,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing Hoop and its tools into $(VENV) (once; PyTorch is the large part) ..."
 	@$(BIN)/python -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+# Without a C compiler Hoop works too: NumPy does the same, with the same bits.
+$(NATIVE): $(STAMP) $(wildcard src/hoop/native/*.[ch]) src/hoop/native/build.py
+	@$(BIN)/python -m hoop.native.build || true
 	@touch $@
 
 .PHONY: help install train test quick everything gpu coverage nightly check format proto clean

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from ranks import URIS, Ranks, endpoints_of
+from ranks import NUMPY, URIS, Ranks, endpoints_of, native_core
 
 from hoop.native import build
 from hoop.transport import Endpoint, Transport, open_transport
@@ -24,8 +24,9 @@ if not library.exists() or library.stat().st_mtime < max(one.stat().st_mtime for
 
 
 @pytest.fixture(params=sorted(URIS))
-def scheme(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
+    with native_core(request.param != NUMPY):
+        yield str(request.param)
 
 
 MODULE_RANKS: list[Ranks] = []

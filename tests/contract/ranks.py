@@ -21,16 +21,17 @@ from hoop.collectives.communicator import Communicator
 from hoop.errors import HoopError, PeerLost
 from hoop.transport import Endpoint, Transport, open_transport
 
+NUMPY = "shm-numpy"
+"""Shared memory without the native core; the tests run over it as over a transport of its own."""
 URIS = {
     "hybrid": "hybrid://127.0.0.1:0",
     "inproc": "inproc://test:0",
     "shm": "shm://127.0.0.1:0",
+    NUMPY: "shm://127.0.0.1:0",
     "tcp": "tcp://127.0.0.1:0",
 }
 LOOPBACKS = ("127.0.0.1", "127.0.1", "127.1")
 """Three names of one address; a hybrid transport takes them for three hosts."""
-NUMPY = "shm-numpy"
-"""Shared memory without the native core: for ``Ranks`` it is one more transport."""
 SHARED_MEMORY = ("shm", NUMPY)
 """Transports over shared memory, for which the catalog has additional algorithms."""
 COMMUNICATOR = 7
@@ -67,8 +68,6 @@ def endpoints_of(transports: list[Transport], communicator: int = COMMUNICATOR, 
 
 def uri_of(scheme: str, rank: int, hosts: Sequence[int] = ()) -> str:
     """Where a rank listens. Only hybrid has several hosts; without ``hosts`` ranks alternate between the first two."""
-    if scheme == NUMPY:
-        return URIS["shm"]
     host = LOOPBACKS[hosts[rank] if hosts else rank % 2]
     return URIS[scheme].replace(LOOPBACKS[0], host) if scheme == "hybrid" else URIS[scheme]
 

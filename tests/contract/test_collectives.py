@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ranks import LONG_S, NUMPY, SHARED_MEMORY, URIS, Ranks
+from ranks import LONG_S, SHARED_MEMORY, URIS, Ranks
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import CATALOG, Operation
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow_if(when=is_slow)
 Array = npt.NDArray[Any]
 OPS = ("sum", "prod", "min", "max", "avg")
 SIZES = (1, 2, 3, 4, 5)
-SCHEMES = sorted([*URIS, NUMPY])
+SCHEMES = sorted(URIS)
 ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.algorithms]
 # Without "direct", which needs the arenas of devices.
 SHARED_ALGORITHMS = [
@@ -51,7 +51,7 @@ def over_transports(schemes: Iterable[str], *sizes: int) -> pytest.MarkDecorator
 
 
 over_every_transport = over_transports(SCHEMES, *SIZES)
-over_every_transport_at_3 = over_transports(sorted(URIS), 3)
+over_every_transport_at_3 = over_transports(SCHEMES, 3)
 
 
 def for_algorithms(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:

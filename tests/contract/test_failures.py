@@ -88,7 +88,7 @@ def test_every_rank_fails_when_a_rank_leaves_a_ring(four: Ranks, leaver: int, ro
     next_rank = (leaver + 1) % N
     # The next rank names the leaver, or its own next rank if that one failed first. Ranks that share memory start with
     # a barrier, where the error may name any rank that failed.
-    assert four.scheme == "shm" or blamed[next_rank] in {leaver, (leaver + 2) % N}
+    assert four.scheme in SHARED_MEMORY or blamed[next_rank] in {leaver, (leaver + 2) % N}
     assert leaver in blamed.values()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import LONG_S, URIS, Ranks, endpoints_of, outcomes, uri_of
+from ranks import LONG_S, SHARED_MEMORY, URIS, Ranks, endpoints_of, outcomes, uri_of
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
@@ -99,7 +99,7 @@ def test_every_rank_names_both_calls(make_ranks: Callable[..., Ranks], scheme: s
 
 @pytest.mark.parametrize("algorithm", [*CATALOG["all_reduce"].algorithms, "flat", "staged"])
 def test_every_algorithm_detects_a_mismatch(make_ranks: Callable[..., Ranks], scheme: str, algorithm: str) -> None:
-    if algorithm in CATALOG["all_reduce"].shared and scheme != "shm":
+    if algorithm in CATALOG["all_reduce"].shared and scheme not in SHARED_MEMORY:
         pytest.skip("only where ranks share memory")
     ranks = make_ranks(scheme, 3)
     for count in (SMALL, 4000):

@@ -444,4 +444,4 @@ def test_without_a_compiler_the_build_says_so_and_leaves_nothing(
 def test_the_native_core_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOP_NATIVE", "0")
     assert library.load() is None
-    assert library.status() == "not in use; HOOP_NATIVE=1 turns it on"
+    assert library.status() == "not in use: HOOP_NATIVE=0 turns it off; unset HOOP_NATIVE to use it"

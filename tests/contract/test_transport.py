@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from exchange import Pair, Waiter, connect, receive, send_and_flush, wait_until_running
-from ranks import COMMUNICATOR, LONG_S, PROMPT_S, URIS, deadline_in, endpoints_of
+from ranks import COMMUNICATOR, LONG_S, NUMPY, PROMPT_S, URIS, deadline_in, endpoints_of
 
 from hoop.errors import (
     DeadlineExceeded,
@@ -31,7 +31,7 @@ def message(size: int, seed: int = 0) -> bytes:
 
 
 def test_every_scheme_is_tested() -> None:
-    assert set(URIS) == set(SCHEMES), "enter a new transport in URIS of tests/contract/ranks.py"
+    assert set(URIS) - {NUMPY} == set(SCHEMES), "enter a new transport in URIS of tests/contract/ranks.py"
 
 
 def test_an_unknown_scheme_is_rejected_and_the_known_ones_are_named() -> None:
@@ -45,7 +45,7 @@ def test_an_unknown_scheme_is_rejected_and_the_known_ones_are_named() -> None:
 
 def test_port_0_selects_a_free_port(transports: list[Transport], scheme: str) -> None:
     first, second = transports
-    assert first.scheme == second.scheme == scheme
+    assert first.scheme == second.scheme == ("shm" if scheme == NUMPY else scheme)
     assert first.address != second.address
     assert first.address.port != 0
 

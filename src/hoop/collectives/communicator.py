@@ -193,10 +193,12 @@ class PersistentAllReduce:
     ) -> None:
         self.algorithm = algorithm
         self._communicator, self._operation, self._run = communicator, operation, run
-        self._try_acquire, self._release = (communicator.work_queue.try_acquire, communicator.work_queue.release)
+        queue = self._queue = communicator.work_queue
+        self._acquire, self._release = queue.running.acquire, queue.release
 
     def __call__(self, deadline: float) -> None:
-        if not self._try_acquire():
+        queue = self._queue
+        if queue.jobs or queue.closed or not self._acquire(False):  # ``try_acquire``, without its call
             self.start(deadline - time.monotonic()).wait()
             return
         try:

@@ -69,7 +69,7 @@ class _NativeReduction:
         try:
             self._endpoint.complete_native(code, self._resume, deadline, self._call)
         except BaseException:
-            self._state.phase = self._state.start = 0
+            self._state.phase = 0
             raise
 
 
@@ -84,7 +84,7 @@ class NativeAllReduce(_NativeReduction):
         ]
         state, temporaries = _state(operation.dtype.name, operation.op, operation.count, 2)
         state.algorithm = FLAT if algorithm == "flat" else STAGED
-        state.piece = capacity // operation.dtype.itemsize
+        state.capacity = capacity // operation.dtype.itemsize
         for turn, one in enumerate(windows):
             state.windows[turn] = ctypes.addressof(one)
         super().__init__(endpoint, call, state, windows, temporaries)
@@ -111,7 +111,7 @@ class NativeAllReduce(_NativeReduction):
         except DeadlineExceeded:
             return partial(self._go_on, source, destination, deadline)
         except BaseException:
-            self._state.phase = self._state.start = 0
+            self._state.phase = 0
             raise
         return None
 
@@ -219,7 +219,7 @@ class NativeOrderedSum(_NativeReduction):
                     break
                 code = self._all_reduce(self._pointer)
         except BaseException:
-            state.phase = state.start = 0
+            state.phase = 0
             raise
         finally:
             native.state.yields = yields

@@ -84,14 +84,16 @@ class WorkQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: deque[tuple[PendingWork, Callable[[], Any]]] = deque()
+        self.jobs: deque[tuple[PendingWork, Callable[[], Any]]] = deque()
+        """Those that are queued; callers only look whether there are any."""
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         """One item for each submitted job, and one for ``close``."""
-        self._running = threading.Lock()
-        self.release = self._running.release
+        self.running = threading.Lock()
+        """Held by the thread that runs an operation."""
+        self.release = self.running.release
         """Ends what a successful ``try_acquire`` began. The lock's own method, to save a call."""
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         self._thread: threading.Thread | None = None
 
     def try_acquire(self) -> bool:
@@ -99,7 +101,7 @@ class WorkQueue:
 
         A caller that gets True must call ``release``, or ``submit`` with ``acquired``.
         """
-        return not (self._jobs or self._closed) and self._running.acquire(False)
+        return not (self.jobs or self.closed) and self.running.acquire(False)
 
     def submit(self, handle: PendingWork, job: Callable[[], Any], acquired: bool = False) -> None:
         """Queues a job and returns (2). The job's result or exception finishes ``handle``.
@@ -108,13 +110,13 @@ class WorkQueue:
         before all others, and the caller no longer holds the queue.
         """
         with self._lock:
-            if self._closed and not acquired:
+            if self.closed and not acquired:
                 raise PeerLost(f"{handle.title}: this communicator is closed")
             if acquired:
-                self._jobs.appendleft((handle, job))
-                self._running.release()
+                self.jobs.appendleft((handle, job))
+                self.running.release()
             else:
-                self._jobs.append((handle, job))
+                self.jobs.append((handle, job))
             self._wakeups.put(None)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -130,24 +132,24 @@ class WorkQueue:
         """Runs the first job, on the queue's thread; returns False when the queue is closed and empty."""
         self._wakeups.get()
         # Before the job leaves the queue, so that no caller of ``try_acquire`` gets ahead of it.
-        self._running.acquire()
-        if not self._jobs:
-            self._running.release()
+        self.running.acquire()
+        if not self.jobs:
+            self.running.release()
             return False
-        handle, job = self._jobs.popleft()
+        handle, job = self.jobs.popleft()
         error, result = None, None
         try:
             result = job()
         except Exception as raised:
             error = raised
-        self._running.release()
+        self.running.release()
         handle.finish(error, result)
         return True
 
     def close(self) -> None:
         """Refuses new jobs. Close the links first: then the queued jobs fail quickly."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._wakeups.put(None)
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(CLOSING_SECONDS)

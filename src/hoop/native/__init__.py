@@ -1,7 +1,7 @@
 """Hoop's native core: barriers and all-reduces in shared memory, in C, called without the interpreter lock.
 
 ``core.c`` and ``fold_kernels.h`` are the library; ``build`` compiles it where a C compiler is there, ``library`` loads
-it where ``HOOP_NATIVE=1``. Otherwise Python and NumPy do the same work: the results have the same bits.
+it. Where there is none, or ``HOOP_NATIVE=0``, Python and NumPy do the same work: the results have the same bits.
 
 May import: nothing but the modules directly in hoop.
 """

@@ -2,8 +2,9 @@
 
     python -m hoop.native.build
 
-A C compiler is enough, because the library is loaded with ctypes and needs no headers of Python: the one that ``CC``
-names, ``cc``, ``gcc`` or ``clang``, or else the one in PyPI's package ``ziglang``.
+``make install`` runs it, and ``setup.py`` calls ``build`` for a wheel. A C compiler is enough, because the library is
+loaded with ctypes and needs no headers of Python: the one that ``CC`` names, ``cc``, ``gcc`` or ``clang``, or else the
+one in PyPI's package ``ziglang``. Without one Hoop works with Python and NumPy.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def main() -> int:
     try:
         sys.stdout.write(f"built {build()}\n")
     except BuildError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"Hoop works without its native core, more slowly: {error}\n")
         return 1
     return 0
 

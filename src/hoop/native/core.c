@@ -7,20 +7,24 @@
    No function waits without a limit: a call that is not finished returns HOOP_AGAIN, and the caller calls it again. So
    deadlines, signals and errors are handled in Python.
 
-   The protocol is the one of transport/shm_endpoint.py: in round k of a barrier rank r posts a semaphore of rank
-   r + 2^k and acquires its own. A post releases the memory written before it and an acquired post acquires it, on every
-   processor; nothing here reads a peer's memory without an acquired post in between. */
+   A barrier: every rank counts the barriers that it has entered in its own segment, and waits until the counts of all
+   ranks have reached its own. A count is stored with release order and loaded with acquire order, so what a rank wrote
+   before it entered is visible to every rank that has seen its count, on every processor; nothing here reads a peer's
+   memory otherwise. A rank that waits polls the counts, then sleeps in a futex that all ranks share. The rank that
+   finds all counts complete when it enters is the last one, and wakes all sleepers with one call of the kernel. */
 
 #define _GNU_SOURCE
-#include <errno.h>
+#include <linux/futex.h>
 #include <sched.h>
-#include <semaphore.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -31,21 +35,27 @@
 
 #define BLOCK_BYTES 4096 /* of the intermediate result of a fold: it stays in the first cache */
 #define LINE_BYTES 64
+#define PIECE_BYTES 65536 /* STAGED: at least this much, so that windows and vectors of a piece stay in the caches */
+#define SLICE_BYTES 8192  /* STAGED: at least this much of a piece for each rank */
 #define FIRST_POLLS 100  /* before the first yield, where every rank has a core */
 
+struct hoop_sleepers { /* in the segment of rank 0, on a cache line of its own */
+    _Atomic uint32_t wakes;    /* the futex: changed before sleepers are woken */
+    _Atomic uint32_t sleepers; /* ranks that sleep, or are about to */
+};
+
 struct hoop_endpoint {
-    uint32_t rank, size, rounds;
-    uint32_t polls;  /* before every yield; 0: ranks share cores */
-    uint32_t yields; /* before the call returns HOOP_AGAIN */
-    uint32_t posted_rounds; /* rounds in which this rank has posted, of a barrier that is not finished; else 0 */
-    uint64_t barriers;      /* entered by this rank */
-    uint64_t publications;  /* vectors published by this rank; windows alternate */
-    sem_t **own_rounds;     /* [2][rounds]: posted by peers, acquired here */
-    sem_t **peer_rounds;    /* [2][rounds]: posted here */
-    _Atomic uint64_t **entered;         /* [size]: how many barriers each rank has entered, in its segment */
-    _Atomic uint64_t *peer_left;        /* not 0 once a peer has closed its endpoint, in this rank's segment */
-    _Atomic uint64_t *fingerprints[2];  /* [size] each: of the ranks' calls, in the segment of rank 0 */
-    _Atomic uint32_t failed;            /* set by any thread of this process */
+    uint32_t rank, size;
+    uint32_t polls;   /* before every yield; 0: ranks share cores */
+    uint32_t yields;  /* before the call returns HOOP_AGAIN */
+    uint32_t waiting; /* whether this rank has entered a barrier that is not finished */
+    _Atomic uint32_t failed; /* set by any thread of this process */
+    uint64_t barriers;       /* entered by this rank */
+    uint64_t publications;   /* vectors published by this rank; windows alternate */
+    _Atomic uint64_t **entered;        /* [size]: how many barriers each rank has entered, in its segment */
+    struct hoop_sleepers *sleepers;    /* of all ranks */
+    _Atomic uint64_t *peer_left;       /* not 0 once a peer has closed its endpoint, in this rank's segment */
+    _Atomic uint64_t *fingerprints[2]; /* [size] each: of the ranks' calls, in the segment of rank 0 */
 };
 
 enum { FLAT, STAGED, DIRECT, ORDERED };
@@ -58,7 +68,7 @@ struct hoop_all_reduce {
     struct hoop_endpoint *endpoint;
     uint64_t fingerprint; /* of the call that all ranks compare at the first barrier */
     uint64_t count;       /* elements */
-    uint64_t piece;       /* STAGED: elements that fit into a window */
+    uint64_t capacity;    /* STAGED: elements that fit into a window */
     uint64_t low, high;   /* ORDERED: the elements that this rank sums */
     uint32_t compares;    /* whether the first barrier compares calls */
     uint32_t algorithm, dtype, operator, itemsize;
@@ -73,9 +83,8 @@ struct hoop_all_reduce {
     char *temporaries; /* blocks of BLOCK_BYTES: two, or for ORDERED as many as its steps use */
     char *source, *destination; /* FLAT, STAGED: this rank's vectors */
     /* the state of a call that is not finished */
-    uint32_t phase;
-    uint32_t parity;
-    uint64_t start;     /* STAGED: the first element of the current piece */
+    uint32_t phase;       /* 0: not begun; else the number of the barrier that it waits in, from 1 on */
+    uint64_t publication; /* FLAT, STAGED: the number of its first publication */
     int64_t started_ns;
     int64_t waited_ns;  /* out: how long the first barrier of the last call took */
 };
@@ -156,11 +165,24 @@ static inline uint16_t rounded_float16(float value)
 static const struct kernel (*kernels)[4] = kernels_baseline;
 static const divide_function *divides = divides_baseline;
 
+#if defined(__x86_64__)
+/* Whether the processor and the kernel support AVX2 and F16C. __builtin_cpu_supports does not link with ziglang. */
+static int has_avx2(void)
+{
+    uint32_t a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_F16C))
+        return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
+        return 0;
+    __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+    return (a & 6) == 6; /* the kernel saves the wide registers */
+}
+#endif
+
 __attribute__((constructor)) static void choose_kernels(void)
 {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    if (has_avx2()) {
         kernels = kernels_avx2;
         divides = divides_avx2;
     }
@@ -243,55 +265,60 @@ static int64_t now_ns(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* Sleeps until there is a post, at most `sleep_ns`, or until a signal comes. */
-static int sleep_for_post(sem_t *semaphore, int64_t sleep_ns)
-{
-    struct timespec until;
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
-    const clockid_t clock = CLOCK_MONOTONIC;
-#else
-    const clockid_t clock = CLOCK_REALTIME;
-#endif
-    clock_gettime(clock, &until);
-    const int64_t ns = until.tv_nsec + sleep_ns;
-    until.tv_sec += ns / 1000000000;
-    until.tv_nsec = ns % 1000000000;
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 30)
-    return sem_clockwait(semaphore, clock, &until) == 0 ? HOOP_DONE : HOOP_AGAIN;
-#else
-    return sem_timedwait(semaphore, &until) == 0 ? HOOP_DONE : HOOP_AGAIN;
-#endif
-}
-
-/* Acquires a post. Without `sleep_ns` it polls, for peers that run on other cores, and yields its core now and then,
-   for peers that need it. */
-static int acquire(const struct hoop_endpoint *endpoint, sem_t *semaphore, int64_t sleep_ns)
-{
-    if (sem_trywait(semaphore) == 0)
-        return HOOP_DONE;
-    if (sleep_ns > 0)
-        return sleep_for_post(semaphore, sleep_ns);
-    uint32_t polls = endpoint->polls ? FIRST_POLLS : 0;
-    for (uint32_t yields = 0; yields < endpoint->yields; yields++) {
-        for (uint32_t poll = 0; poll < polls; poll++) {
-            relax();
-            if (sem_trywait(semaphore) == 0)
-                return HOOP_DONE;
-        }
-        polls = endpoint->polls;
-        sched_yield();
-        if (sem_trywait(semaphore) == 0)
-            return HOOP_DONE;
-    }
-    return HOOP_AGAIN;
-}
-
 static int all_entered(const struct hoop_endpoint *endpoint)
 {
     for (uint32_t rank = 0; rank < endpoint->size; rank++)
         if (atomic_load_explicit(endpoint->entered[rank], memory_order_acquire) < endpoint->barriers)
             return 0;
     return 1;
+}
+
+/* Wakes all ranks that sleep; each looks again whether it has to wait. */
+static void wake_sleepers(struct hoop_sleepers *shared)
+{
+    atomic_fetch_add(&shared->wakes, 1);
+    syscall(SYS_futex, &shared->wakes, FUTEX_WAKE, INT32_MAX, 0, 0, 0);
+}
+
+/* Sleeps until the last rank enters, this process fails, a signal comes or `sleep_ns` have passed. The last rank stores
+   its count and then looks for sleepers; this one counts itself a sleeper and then looks at the counts. Each has a
+   sequentially consistent fence in between, so one of the two sees the other; if this one is not yet asleep when it is
+   woken, `wakes` has changed. */
+static void sleep_until_woken(const struct hoop_endpoint *endpoint, int64_t sleep_ns)
+{
+    struct hoop_sleepers *shared = endpoint->sleepers;
+    const struct timespec limit = {sleep_ns / 1000000000, sleep_ns % 1000000000};
+    const uint32_t wakes = atomic_load(&shared->wakes);
+    atomic_fetch_add(&shared->sleepers, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!all_entered(endpoint) && !atomic_load(&endpoint->failed))
+        syscall(SYS_futex, &shared->wakes, FUTEX_WAIT, wakes, &limit, 0, 0);
+    atomic_fetch_sub(&shared->sleepers, 1);
+}
+
+/* Waits for the ranks that have not entered; returns whether all have. It polls, for peers that run on other cores, and
+   yields its core now and then, for peers that need it. With `sleep_ns` it sleeps first. */
+static int await_all(const struct hoop_endpoint *endpoint, int64_t sleep_ns)
+{
+    if (all_entered(endpoint))
+        return 1;
+    if (sleep_ns > 0) {
+        sleep_until_woken(endpoint, sleep_ns);
+        return all_entered(endpoint);
+    }
+    uint32_t polls = endpoint->polls ? FIRST_POLLS : 0;
+    for (uint32_t yields = 0; yields < endpoint->yields; yields++) {
+        for (uint32_t poll = 0; poll < polls; poll++) {
+            relax();
+            if (all_entered(endpoint))
+                return 1;
+        }
+        polls = endpoint->polls;
+        sched_yield();
+        if (all_entered(endpoint))
+            return 1;
+    }
+    return 0;
 }
 
 /* Whether a rank has closed its endpoint. It may have changed its memory since: what this rank has read there before
@@ -302,42 +329,33 @@ static int any_left(const struct hoop_endpoint *endpoint)
     return atomic_load_explicit(endpoint->peer_left, memory_order_relaxed) != 0;
 }
 
+/* Enters a barrier, or goes on waiting in the one that it has entered. A rank that was lost after it entered does not
+   fail the barrier: only the next one. */
 static int barrier(struct hoop_endpoint *endpoint, uint32_t compares, uint64_t fingerprint, int64_t sleep_ns)
 {
-    const uint32_t resumed = endpoint->posted_rounds;
-    /* A barrier that is not finished goes on if every rank has entered it: a peer may have left since. */
-    if (atomic_load_explicit(&endpoint->failed, memory_order_acquire) && !(resumed && all_entered(endpoint))) {
-        endpoint->posted_rounds = 0;
-        return HOOP_FAILED;
-    }
-    if (!resumed && any_left(endpoint))
-        return HOOP_FAILED;
-    uint32_t round = resumed ? resumed - 1 : 0;
-    if (!resumed)
-        endpoint->barriers++;
-    const uint32_t turn = endpoint->barriers & 1;
-    _Atomic uint64_t *row = endpoint->fingerprints[turn];
-    /* An operation that runs repeatedly finds its fingerprint written: no cache line moves between cores. */
-    if (compares && !resumed && atomic_load_explicit(&row[endpoint->rank], memory_order_relaxed) != fingerprint)
-        atomic_store_explicit(&row[endpoint->rank], fingerprint, memory_order_relaxed);
-    /* A rank whose peer was lost may have acquired a post that only woke it; then it goes by these counts. */
-    if (!resumed)
+    if (!endpoint->waiting) {
+        if (atomic_load_explicit(&endpoint->failed, memory_order_acquire) || any_left(endpoint))
+            return HOOP_FAILED;
+        _Atomic uint64_t *own = &endpoint->fingerprints[++endpoint->barriers & 1][endpoint->rank];
+        /* An operation that runs repeatedly finds its fingerprint written: no cache line moves between cores. */
+        if (compares && atomic_load_explicit(own, memory_order_relaxed) != fingerprint)
+            atomic_store_explicit(own, fingerprint, memory_order_relaxed);
         atomic_store_explicit(endpoint->entered[endpoint->rank], endpoint->barriers, memory_order_release);
-    for (; round < endpoint->rounds; round++) {
-        const uint32_t index = turn * endpoint->rounds + round;
-        if (!resumed || round >= resumed)
-            sem_post(endpoint->peer_rounds[index]);
-        if (acquire(endpoint, endpoint->own_rounds[index], sleep_ns) != HOOP_DONE) {
-            endpoint->posted_rounds = round + 1;
+        atomic_thread_fence(memory_order_seq_cst); /* so at least one rank finds here that it is the last */
+        if (all_entered(endpoint) && atomic_load(&endpoint->sleepers->sleepers))
+            wake_sleepers(endpoint->sleepers);
+        endpoint->waiting = 1;
+    }
+    if (!await_all(endpoint, sleep_ns)) {
+        if (!atomic_load_explicit(&endpoint->failed, memory_order_acquire))
             return HOOP_AGAIN;
-        }
-        /* A peer may be lost after it entered. */
-        if (atomic_load_explicit(&endpoint->failed, memory_order_acquire) && !all_entered(endpoint)) {
-            endpoint->posted_rounds = 0;
+        if (!all_entered(endpoint)) { /* after `failed` was read: a peer may be lost after it entered */
+            endpoint->waiting = 0;
             return HOOP_FAILED;
         }
     }
-    endpoint->posted_rounds = 0;
+    endpoint->waiting = 0;
+    const _Atomic uint64_t *row = endpoint->fingerprints[endpoint->barriers & 1];
     if (compares)
         for (uint32_t rank = 0; rank < endpoint->size; rank++)
             if (atomic_load_explicit(&row[rank], memory_order_relaxed) != fingerprint)
@@ -362,111 +380,159 @@ static void copy(char *into, const char *from, uint64_t low, uint64_t high)
         memcpy(into + low, from + low, high - low);
 }
 
-static uint64_t piece_length(const struct hoop_all_reduce *all)
+/* STAGED: the elements of a piece. Pieces are of one length, except for the last one, which may be shorter. */
+static uint64_t piece_elements(const struct hoop_all_reduce *all)
 {
-    const uint64_t left = all->count - all->start;
-    return all->algorithm == STAGED && left > all->piece ? all->piece : left;
+    if (all->algorithm != STAGED)
+        return all->count;
+    const uint64_t shares = (uint64_t)all->endpoint->size * SLICE_BYTES;
+    const uint64_t wanted = (shares > PIECE_BYTES ? shares : PIECE_BYTES) / all->itemsize;
+    const uint64_t fitting = (all->count + all->capacity - 1) / all->capacity, more = all->count / wanted;
+    const uint64_t pieces = more > fitting ? more : fitting;
+    const uint64_t line = LINE_BYTES / all->itemsize, lines = (all->count + line - 1) / line;
+    return (lines + pieces - 1) / pieces * line;
 }
 
-/* Phase 0: writes what other ranks read of this rank's vector to its window. */
-static void publish(struct hoop_all_reduce *all)
+/* A piece of the vector, and the windows that it goes through. */
+struct piece {
+    char *source, *destination; /* this rank's */
+    char **windows;             /* [size] */
+    uint64_t elements;
+    uint64_t layout; /* the elements that slices are cut from: those of a whole piece */
+};
+
+static struct piece piece_at(const struct hoop_all_reduce *all, uint64_t index)
 {
-    if (all->algorithm > STAGED || !all->count)
-        return;
-    struct hoop_endpoint *endpoint = all->endpoint;
-    all->parity = ++endpoint->publications & 1;
-    char *window = all->windows[all->parity][endpoint->rank];
-    const char *source = all->source + all->start * all->itemsize;
-    const uint64_t length = piece_length(all);
+    const uint64_t length = piece_elements(all), start = index * length, left = all->count - start;
+    return (struct piece){
+        .source = all->source + start * all->itemsize,
+        .destination = all->destination + start * all->itemsize,
+        .windows = all->windows[(all->publication + index) & 1],
+        .elements = left < length ? left : length,
+        .layout = length,
+    };
+}
+
+/* The bytes [low, high) of a piece that a rank folds. They are at the same place in every piece: so a rank may publish
+   a piece in a window in which others still read the slice that it has folded of the piece before the last. */
+static void piece_slice(const struct hoop_all_reduce *all, const struct piece *piece, uint32_t rank, uint64_t *low,
+                        uint64_t *high)
+{
+    own_slice(all, rank, piece->layout, low, high);
+    *low = (*low < piece->elements ? *low : piece->elements) * all->itemsize;
+    *high = (*high < piece->elements ? *high : piece->elements) * all->itemsize;
+}
+
+/* FLAT, STAGED: writes what other ranks read of this rank's vector to its window. */
+static void publish(const struct hoop_all_reduce *all, uint64_t index)
+{
+    const struct piece piece = piece_at(all, index);
+    char *window = piece.windows[all->endpoint->rank];
     uint64_t low = 0, high = 0;
     if (all->algorithm == STAGED) /* nobody reads its own slice before it is folded */
-        own_slice(all, endpoint->rank, length, &low, &high);
-    copy(window, source, 0, low * all->itemsize);
-    copy(window, source, high * all->itemsize, length * all->itemsize);
+        piece_slice(all, &piece, all->endpoint->rank, &low, &high);
+    copy(window, piece.source, 0, low);
+    copy(window, piece.source, high, piece.elements * all->itemsize);
 }
 
-/* Phase 1, after the first barrier: every rank has published. */
-static void fold_published(struct hoop_all_reduce *all)
+/* FLAT, STAGED: folds what all ranks have published; STAGED: this rank's slice, also into its window. */
+static void fold_published(const struct hoop_all_reduce *all, uint64_t index)
 {
     const struct hoop_endpoint *endpoint = all->endpoint;
-    const uint64_t item = all->itemsize;
-    uint64_t low, high;
-    if (all->algorithm == ORDERED) {
-        fold(all, 0, all->low * item, all->high * item, all->targets, endpoint->size);
-        return;
-    }
-    if (all->algorithm == DIRECT) {
-        own_slice(all, endpoint->rank, all->count, &low, &high);
-        fold(all, all->parts, low * item, high * item, all->targets, endpoint->size);
-        return;
-    }
-    char **windows = all->windows[all->parity];
+    const struct piece piece = piece_at(all, index);
     char *parts[endpoint->size];
-    memcpy(parts, windows, sizeof parts);
-    parts[endpoint->rank] = all->source + all->start * item;
-    char *targets[2] = {all->destination + all->start * item, windows[endpoint->rank]};
-    const uint64_t length = piece_length(all);
-    if (all->algorithm == FLAT) {
-        fold(all, parts, 0, length * item, targets, 1);
-    } else {
-        own_slice(all, endpoint->rank, length, &low, &high);
-        fold(all, parts, low * item, high * item, targets, 2);
-    }
+    memcpy(parts, piece.windows, sizeof parts);
+    parts[endpoint->rank] = piece.source;
+    char *targets[2] = {piece.destination, piece.windows[endpoint->rank]};
+    uint64_t low = 0, high = piece.elements * all->itemsize;
+    if (all->algorithm == STAGED)
+        piece_slice(all, &piece, endpoint->rank, &low, &high);
+    fold(all, parts, low, high, targets, all->algorithm == STAGED ? 2 : 1);
 }
 
-/* Phase 2 of STAGED, after the second barrier: copies the slices that other ranks have folded. */
-static void take_slices(struct hoop_all_reduce *all)
+/* STAGED: copies the slices that other ranks have folded. */
+static void take_slices(const struct hoop_all_reduce *all, uint64_t index)
 {
     const struct hoop_endpoint *endpoint = all->endpoint;
-    const uint64_t length = piece_length(all), item = all->itemsize;
-    char *destination = all->destination + all->start * item;
+    const struct piece piece = piece_at(all, index);
     for (uint32_t step = 1; step < endpoint->size; step++) { /* not all ranks read the same window first */
         const uint32_t peer = (endpoint->rank + step) % endpoint->size;
         uint64_t low, high;
-        own_slice(all, peer, length, &low, &high);
-        copy(destination, all->windows[all->parity][peer], low * item, high * item);
+        piece_slice(all, &piece, peer, &low, &high);
+        copy(piece.destination, piece.windows[peer], low, high);
     }
+}
+
+/* DIRECT, ORDERED: folds this rank's slice from all ranks' vectors into all ranks' vectors. */
+static void fold_in_place(const struct hoop_all_reduce *all)
+{
+    uint64_t low = all->low, high = all->high;
+    if (all->algorithm == DIRECT)
+        own_slice(all, all->endpoint->rank, all->count, &low, &high);
+    fold(all, all->parts, low * all->itemsize, high * all->itemsize, all->targets, all->endpoint->size);
+}
+
+static void begin(struct hoop_all_reduce *all)
+{
+    struct hoop_endpoint *endpoint = all->endpoint;
+    if (all->algorithm == ORDERED)
+        all->started_ns = now_ns();
+    if (all->algorithm > STAGED || !all->count)
+        return;
+    const uint64_t length = piece_elements(all);
+    all->publication = endpoint->publications + 1;
+    endpoint->publications += (all->count + length - 1) / length;
+    publish(all, 0);
+}
+
+/* What comes after the barrier with this index, from 0 on; returns whether another barrier follows.
+
+   STAGED: between two barriers a rank takes the slices of one piece, folds its own of the next, and publishes the one
+   after that: so a vector of k pieces takes k + 1 barriers. */
+static int after_barrier(struct hoop_all_reduce *all, uint64_t index)
+{
+    if (!index && all->algorithm == ORDERED)
+        all->waited_ns = now_ns() - all->started_ns;
+    if (!all->count)
+        return 0;
+    if (all->algorithm == FLAT) {
+        fold_published(all, 0);
+        return 0;
+    }
+    if (all->algorithm != STAGED) {
+        if (!index)
+            fold_in_place(all);
+        return !index;
+    }
+    const uint64_t length = piece_elements(all), pieces = (all->count + length - 1) / length;
+    if (index)
+        take_slices(all, index - 1);
+    if (index < pieces)
+        fold_published(all, index);
+    if (index + 1 < pieces)
+        publish(all, index + 1);
+    return index < pieces;
 }
 
 static int run(struct hoop_all_reduce *all, int64_t sleep_ns)
 {
-    struct hoop_endpoint *endpoint = all->endpoint;
+    if (!all->phase) {
+        begin(all);
+        all->phase = 1;
+    }
     for (;;) {
-        if (all->phase == 0) {
-            publish(all);
-            all->phase = 1;
-            if (all->algorithm == ORDERED)
-                all->started_ns = now_ns();
-        }
-        const uint32_t compares = all->phase == 1 && all->start == 0 && all->compares;
-        const int code = barrier(endpoint, compares, all->fingerprint, sleep_ns);
+        const int code = barrier(all->endpoint, all->phase == 1 && all->compares, all->fingerprint, sleep_ns);
         if (code != HOOP_DONE) {
             if (code != HOOP_AGAIN)
-                all->phase = 0, all->start = 0;
+                all->phase = 0;
             return code;
         }
-        if (all->phase == 1) {
-            if (all->algorithm == ORDERED)
-                all->waited_ns = now_ns() - all->started_ns;
-            if (all->count)
-                fold_published(all);
-            if (all->algorithm == FLAT || !all->count)
-                break;
-            all->phase = 2;
-            continue;
-        }
-        if (all->algorithm == STAGED) {
-            take_slices(all);
-            all->start += piece_length(all);
-            if (all->start < all->count) {
-                all->phase = 0;
-                continue;
-            }
-        }
-        break;
+        sleep_ns = 0; /* it slept because a rank was late; in the next barrier it polls first */
+        if (!after_barrier(all, all->phase - 1))
+            break;
+        all->phase++;
     }
     all->phase = 0;
-    all->start = 0;
     return HOOP_DONE;
 }
 
@@ -513,6 +579,12 @@ EXPORT int hoop_meet(struct hoop_endpoint *endpoint)
 EXPORT int hoop_meet_comparing(struct hoop_endpoint *endpoint, uint64_t fingerprint)
 {
     return barrier(endpoint, 1, fingerprint, 0);
+}
+
+/* Wakes all ranks that sleep in a barrier, after `failed` was set. */
+EXPORT void hoop_wake(struct hoop_endpoint *endpoint)
+{
+    wake_sleepers(endpoint->sleepers);
 }
 
 /* Runs the all-reduce on the vectors set before, or goes on with it. It polls for the others and does not sleep. */

@@ -1,7 +1,7 @@
 """Loads the native core and describes its structures; ``core.c`` says what each field means.
 
 ``load`` is called by every endpoint in shared memory, ``status`` by ``hoop doctor``. The environment variable
-``HOOP_NATIVE=1`` turns the native core on in a process.
+``HOOP_NATIVE=0`` turns the native core off in a process.
 """
 
 from __future__ import annotations
@@ -35,28 +35,25 @@ class EndpointState(ctypes.Structure):
 
     rank: int
     size: int
-    rounds: int
     polls: int
     yields: int
-    posted_rounds: int
+    waiting: int
+    failed: int
     barriers: int
     publications: int
-    failed: int
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("rank", _u32),
         ("size", _u32),
-        ("rounds", _u32),
         ("polls", _u32),
         ("yields", _u32),
-        ("posted_rounds", _u32),
+        ("waiting", _u32),
+        ("failed", _u32),
         ("barriers", _u64),
         ("publications", _u64),
-        ("own_rounds", _pointer),
-        ("peer_rounds", _pointer),
         ("entered", _pointer),
+        ("sleepers", _pointer),
         ("peer_left", _pointer),
         ("fingerprints", _pointer * 2),
-        ("failed", _u32),
     ]
 
 
@@ -70,13 +67,12 @@ class AllReduceState(ctypes.Structure):
     """``struct hoop_all_reduce``: one prepared all-reduce of one rank."""
 
     phase: int
-    start: int
     waited_ns: int
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("endpoint", _pointer),
         ("fingerprint", _u64),
         ("count", _u64),
-        ("piece", _u64),
+        ("capacity", _u64),
         ("low", _u64),
         ("high", _u64),
         ("compares", _u32),
@@ -96,8 +92,7 @@ class AllReduceState(ctypes.Structure):
         ("source", _pointer),
         ("destination", _pointer),
         ("phase", _u32),
-        ("parity", _u32),
-        ("start", _u64),
+        ("publication", _u64),
         ("started_ns", _i64),
         ("waited_ns", _i64),
     ]
@@ -115,6 +110,7 @@ class NativeLibrary:
         self.meet: Callable[[Any], int] = functions.hoop_meet
         self.meet_comparing: Callable[[Any, Any], int] = functions.hoop_meet_comparing
         self.all_reduce: Callable[[Any], int] = functions.hoop_all_reduce
+        self.wake: Callable[..., None] = _taking(functions.hoop_wake, _pointer)
         self.resume: Callable[..., int] = _taking(functions.hoop_all_reduce_resume, _pointer, _i64)
         self.fold: Callable[..., None] = _taking(functions.hoop_fold, _pointer, _pointer, _pointer)
 
@@ -135,20 +131,20 @@ def addresses(values: list[int]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def load() -> NativeLibrary | None:
-    """The library; None if it is not turned on, not built, out of date or not to be trusted (``status`` says why)."""
-    return _load()[0] if _turned_on() else None
+    """The library; None if it is turned off, not built, out of date or not to be trusted (``status`` says why)."""
+    return None if _turned_off() else _load()[0]
 
 
 def status() -> str:
     """``in use (avx2)``, or why it is not in use and what to do."""
-    if not _turned_on():
-        return "not in use; HOOP_NATIVE=1 turns it on"
+    if _turned_off():
+        return "not in use: HOOP_NATIVE=0 turns it off; unset HOOP_NATIVE to use it"
     library, reason = _load()
     return f"in use ({library.instruction_set})" if library is not None else f"not in use: {reason}"
 
 
-def _turned_on() -> bool:
-    return os.environ.get("HOOP_NATIVE", "") == "1"
+def _turned_off() -> bool:
+    return os.environ.get("HOOP_NATIVE", "") == "0"
 
 
 @functools.cache

@@ -85,8 +85,9 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._others: OtherBackends | None = None
         """The other backends of this group; None before the first call."""
         self._timeout = timeout
-        self._native_sums: dict[tuple[int, torch.dtype], PreparedOperation] = {}
-        """Sums of CPU tensors that have run before in the native core, by number of elements and dtype."""
+        self._native_sums: dict[tuple[int, torch.dtype], tuple[PreparedOperation, Callable[[int], int]]] = {}
+        """Sums of CPU tensors that have run before in the native core, by number of elements and dtype, each with the
+        function that runs it at an address."""
         self._barrier_numbers = itertools.count()
         # Runs when the group is destroyed or garbage-collected, or the process ends (also a multiprocessing child).
         self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
@@ -202,10 +203,10 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Lets ``_sum_at_once`` run the next sum of this shape."""
         assert reduction.element is not None, "a reduction in place has an element type"
         prepared = self._links.native_sum(tensor.numel(), reduction.element)
-        if prepared is not None and tensor.numel():
+        if prepared is not None and prepared.native is not None and tensor.numel():
             if len(self._native_sums) >= NATIVE_SUMS:
                 self._native_sums.clear()
-            self._native_sums[tensor.numel(), tensor.dtype] = prepared
+            self._native_sums[tensor.numel(), tensor.dtype] = prepared, prepared.native.run_at
 
     def _sum_at_once(self, tensor: Tensor, options: Any) -> bool:
         """Runs a synchronous sum of an ordinary CPU tensor like one that has run before, in the caller's thread (1).
@@ -213,17 +214,17 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         This is ``_dispatch`` and ``collectives.all_reduce`` without the steps that such a sum does not need; they take
         longer than the sum of a small tensor. Returns False if the call has to go the ordinary way.
         """
-        prepared, links = self._native_sums.get((tensor.numel(), tensor.dtype)), self._links
-        ordinary = prepared is not None and tensor.is_cpu and tensor.layout is torch.strided and is_plain(tensor)
-        if not ordinary or options.reduceOp != ReduceOp.SUM or profiler_enabled() or links.broken:
+        known, links = self._native_sums.get((tensor.numel(), tensor.dtype)), self._links
+        if known is None or not tensor.is_cpu or tensor.layout is not torch.strided or not is_plain(tensor):
             return False
-        assert prepared is not None
-        assert prepared.native is not None, "only such sums are remembered"
+        if options.reduceOp != ReduceOp.SUM or profiler_enabled() or links.broken:
+            return False
         if "cpu" in MEMORIES or not links.work_queue.try_acquire():
             return False
         self._operations_started += 1
+        prepared, run_at = known
         try:
-            if code := prepared.native.run_at(tensor.data_ptr()):
+            if code := run_at(tensor.data_ptr()):
                 timeout = self._timeout_of(options)
                 links.run_guarded("all_reduce", partial(prepared.finish_native, code), timeout)
         finally:

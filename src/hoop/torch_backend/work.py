@@ -143,9 +143,19 @@ class CoalescedWork(HoopWork):
         return futures.then(lambda collected: [tensor for future in collected.value() for tensor in future.value()])
 
 
-DONE = HoopWork("done")
-"""Work that synchronous operations return that have finished already; torch only asks it whether it is completed."""
-DONE.finish()
+class FinishedWork(HoopWork):
+    """A synchronous operation that has finished without an error. torch waits for it after every call."""
+
+    def __init__(self) -> None:
+        super().__init__("done")
+        self.finish()
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+
+DONE = FinishedWork()
+"""Returned by all synchronous operations that the caller's thread has run."""
 
 
 def record_in_profiler(work: HoopWork, title: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:

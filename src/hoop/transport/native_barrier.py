@@ -1,4 +1,4 @@
-"""The barriers of one rank in the native core, on the same semaphores as those of ``shm_endpoint``."""
+"""The barriers of one rank in the native core, on the counts of entered barriers in the ranks' segments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hoop.native.library import EndpointState, NativeLibrary, addresses
 from hoop.transport.call_check import Call
 from hoop.transport.semaphore import yields_before_sleep
-from hoop.transport.shm_segment import ShmSegment, barrier_rounds
+from hoop.transport.shm_segment import ShmSegment
 
 _PREPARED_FINGERPRINTS = 1024
 
@@ -19,23 +19,17 @@ class NativeBarrier:
     def __init__(self, library: NativeLibrary, rank: int, segments: Sequence[ShmSegment], polls: int) -> None:
         """``polls``: before each yield; 0: the ranks of this host share cores."""
         self.library = library
-        size, rounds = len(segments), barrier_rounds(len(segments))
-        indexes = [(turn * rounds + k, (rank + (1 << k)) % size) for turn in (0, 1) for k in range(rounds)]
-        own = addresses([_buffer_address(segments[rank].semaphore_place(index)) for index, _ in indexes])
-        peer = addresses([_buffer_address(segments[peer].semaphore_place(index)) for index, peer in indexes])
         # The counts of entered barriers are the first words of the segments.
         entered = addresses([_buffer_address(segment.memory) for segment in segments])
-        self._memory = own, peer, entered, tuple(segments)
+        self._memory = entered, tuple(segments)
         """Keeps alive what the state points to."""
         self.state = EndpointState(
             rank=rank,
-            size=size,
-            rounds=rounds,
+            size=len(segments),
             polls=polls,
             yields=yields_before_sleep(polls),
-            own_rounds=ctypes.addressof(own),
-            peer_rounds=ctypes.addressof(peer),
             entered=ctypes.addressof(entered),
+            sleepers=_buffer_address(segments[0].sleepers),
             peer_left=_buffer_address(segments[rank].peer_left),
         )
         for turn, row in enumerate(segments[0].call_fingerprints):
@@ -45,6 +39,10 @@ class NativeBarrier:
         self._pointer = ctypes.c_void_p(self.address)
         self._fingerprints: dict[int, ctypes.c_uint64] = {}
         """Prepared arguments."""
+
+    def wake(self) -> None:
+        """Wakes the ranks that sleep in a barrier, so that this one finds that ``failed`` is set."""
+        self.library.wake(self.address)
 
     def enter(self, call: Call | None, sleep_ns: int = 0) -> int:
         """Enters a barrier, or goes on with one that is not finished; returns the library's code.

@@ -200,6 +200,8 @@ class ShmEndpoint(SharedEndpoint):
                 links.append(self._outgoing[peer].free)
             for semaphore in (*self._own_round_semaphores[0], *self._own_round_semaphores[1], *links, self._activity):
                 semaphore.post()
+            if self.native is not None:
+                self.native.wake()
             self._peers_changed.notify_all()
 
     # ---- sending

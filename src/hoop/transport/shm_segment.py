@@ -36,6 +36,7 @@ CONTROL_WORDS = 8
 """How many 64-bit numbers a rank can publish to its peers with each barrier."""
 _NATIVE_WORD = 8 + 2 * CONTROL_WORDS
 _LEFT_WORD = _NATIVE_WORD + 1
+_SLEEPERS_AT = 256
 SLOT_BYTES = 16 * 1024
 STAGE_BYTES = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
@@ -121,6 +122,8 @@ class ShmSegment:
 
         From then on that peer may change what the owner of this segment reads in its memory.
         """
+        self.sleepers = memory[_SLEEPERS_AT : _SLEEPERS_AT + 8]
+        """Where ranks sleep in barriers of the native core; only rank 0's segment is used."""
         self._call_text = memory[_CALL_TEXT_AT:_ABORT_REASON_AT]
         self._abort_reason = memory[_ABORT_REASON_AT:PAGE]
         first, width = _calls_at(ranks), _calls_bytes(ranks)
