@@ -22,6 +22,7 @@ from hoop.collectives.reduction import Array
 from hoop.engine.stage.state import MAX_SPEEDS, SPEED
 from hoop.job_events import Balanced, JobEvent, Straggler
 from hoop.plan.plan import Plan
+from hoop.strategies.balancing import better_plan, shares
 from hoop.strategies.base import Strategy
 
 WINDOW = 8
@@ -138,13 +139,6 @@ class StragglerDetector:
 
 MAX_PAUSE = 512
 """Steps between two changes, at most. Each change doubles the pause, so that noise does not keep moving shards."""
-MAX_RATIO = 0.85
-"""A new plan must be predicted to take at most this share of the present plan's step time."""
-EVEN_RATIO = 1.1
-"""The same for the plan for equal devices, which is chosen even if it looks a little slower. A rank with few shards
-looks slow, because its seconds per shard contain what a step costs with any number of shards: it would never get them
-back. A device that is slow enough to lose shards by ``MAX_RATIO`` does not get them back by this, so that they do not
-go to and fro."""
 
 
 def load_balancer_for(strategy: Strategy, plan: Plan, enabled: bool, oversubscription: float) -> LoadBalancer | None:
@@ -182,7 +176,7 @@ class LoadBalancer:
             return None
         self._next_change = self._steps + WINDOW  # if nothing changes, the next look is at new measurements
         seconds_each = [median(recent) for recent in windows]
-        plan = self._better_plan(seconds_each)
+        plan = better_plan(self._strategy, self._plan, self._even, seconds_each)
         if plan is None:
             return None
         self._plan = plan
@@ -199,30 +193,5 @@ class LoadBalancer:
         """Events of the last ``observe``, which returned ``plan``: changed verdicts, and each rank's shards."""
         events: list[JobEvent] = [verdict.to_event(step) for verdict in self._verdicts]
         if plan is not None:
-            events.append(Balanced(step, _shares(plan)))
+            events.append(Balanced(step, shares(plan)))
         return events
-
-    def _better_plan(self, seconds: list[float]) -> Plan | None:
-        """A plan that is worth a change, by each rank's seconds per shard; None: there is none."""
-        present = self._step_seconds(self._plan, seconds)
-        is_even = _shares(self._plan) == _shares(self._even)
-        if not is_even and self._step_seconds(self._even, seconds) <= EVEN_RATIO * present:
-            return self._even
-        if not self._can_improve(seconds):
-            return None
-        plan = self._strategy.plan(self._size, self._plan.num_microbatches, [1 / one for one in seconds])
-        return plan if self._step_seconds(plan, seconds) <= MAX_RATIO * present else None
-
-    def _can_improve(self, seconds: list[float]) -> bool:
-        """Whether arbitrarily small shards would be enough of a gain: most steps need no plan, which costs more."""
-        least = self._plan.num_microbatches / sum(1 / seconds[rank] for rank in self._plan.holders[0])
-        return least <= MAX_RATIO * self._step_seconds(self._plan, seconds)
-
-    @staticmethod
-    def _step_seconds(plan: Plan, seconds: list[float]) -> float:
-        return max(len(plan.computed_by(rank, 0)) * one for rank, one in enumerate(seconds))
-
-
-def _shares(plan: Plan) -> list[int]:
-    """Shards of each rank."""
-    return [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
