@@ -1,12 +1,12 @@
 """Is the planner's first choice the fastest? Every case of a grid: the choice beside the measured best.
 
-    python benchmarks/prediction/planner.py                                 2 and 4 devices, about 10 minutes on 2 cores
+    python benchmarks/prediction/planner.py                                 2 and 4 devices, about 20 minutes on 2 cores
     python benchmarks/prediction/planner.py --devices 2,8 --jobs mnist:256  a part of the grid, other devices
 
-A case is a job, a global batch and a number of devices. ``hoop calibrate`` measures the job's costs once, ``hoop plan``
-ranks the candidates by them, and ``hoop train`` measures, in turns, the best candidate of each kind of strategy by
-its predicted step, and the other numbers of shards of the planner's first choice. Only synchronous strategies count: a
-step of the others is not worth the same.
+A case is a job, a global batch and a number of devices; ``planner_jobs.py`` has models for which several strategies
+come near. ``hoop calibrate`` measures the job's costs on as many devices, ``hoop plan`` ranks the candidates by them,
+and ``hoop train`` measures, in turns, the first candidates by their predicted steps, and the best one of each other
+kind of strategy. Only synchronous strategies count: a step of the others is not worth the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.cli.main import main as hoop
+from hoop.engine.recipes import RECIPES
 from hoop.errors import HoopError
 from hoop.report.tables import Column, Table
 from hoop.resources import available_cores
@@ -35,8 +36,12 @@ from hoop.runs.training import Launch, Training
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs, read_costs
 from hoop.simulate.search import Candidate, search
+from hoop.strategies.data_parallel import DataParallel
 
-JOBS = ("softmax:256", "mnist:256", "mnist:4096", "lenet:256", "lenet:64")
+JOBS = ("wide:16", "wide:128", "deep:32", "deep:1024", "text:16", "mnist:256", "lenet:64")
+OWN_JOBS = Path(__file__).with_name("planner_jobs.py")
+FIRST = 3
+"""The best candidates by prediction, which are measured; then the best one of each other kind."""
 NEAR = 0.05
 """A choice that takes this much longer than the measured best counts as right."""
 
@@ -52,11 +57,22 @@ class Measured:
     def label(self) -> str:
         return f"{self.candidate.strategy.spec}, {self.candidate.num_microbatches} shards"
 
+    def describe(self) -> str:
+        assert self.candidate.result is not None
+        expected, measured = 1e3 * self.candidate.result.step_seconds, 1e3 * median(self.seconds)
+        return f"    {self.label}: predicted {expected:.2f} ms, measured {measured:.2f} ms"
 
-def calibrated(job: str, batch_size: int, folder: Path) -> Costs:
-    """The job's costs, as ``hoop calibrate`` measures them."""
-    path = folder / f"{job}-{batch_size}.json"
-    sys.argv = ["hoop", "calibrate", job, "--batch-size", str(batch_size), "--out", str(path)]
+
+def named(job: str) -> str:
+    """The job's full name: a recipe's, or that of a job of ``planner_jobs.py``."""
+    return job if job in RECIPES else f"{OWN_JOBS}:{job}"
+
+
+def calibrated(job: str, batch_size: int, devices: int, folder: Path) -> Costs:
+    """The job's costs, as ``hoop calibrate`` measures them on that number of devices."""
+    path = folder / f"{job}-{batch_size}-{devices}.json"
+    sys.argv = ["hoop", "calibrate", named(job), "--batch-size", str(batch_size), "--devices", str(devices)]
+    sys.argv += ["--out", str(path)]
     with open(os.devnull, "w") as nowhere:
         stdout, sys.stdout = sys.stdout, nowhere
         try:
@@ -74,13 +90,17 @@ def chosen(costs: Costs, devices: int, batch_size: int) -> list[Candidate]:
     cluster = Cluster.even(devices, devices, cores=available_cores())
     found = search(costs, cluster, batch_size, replicate=True)
     running = [one for one in found if one.result is not None and one.strategy.synchronous]
-    first = running[0]
     kinds: dict[str, Candidate] = {}
     for one in running:
-        kinds.setdefault(one.strategy.spec.partition(":")[0], one)
-    others = [one for one in kinds.values() if one is not first]
-    same = [one for one in running if one.strategy.spec == first.strategy.spec and one is not first]
-    return [first, *same, *others]
+        kinds.setdefault(_kind(one), one)
+    first = running[:FIRST]
+    return first + [one for one in kinds.values() if not any(one is other for other in first)]
+
+
+def _kind(candidate: Candidate) -> str:
+    """Data parallel with a sharded update is one of its own; the schedules of a pipeline are one kind."""
+    strategy = candidate.strategy
+    return strategy.spec if isinstance(strategy, DataParallel) else strategy.name
 
 
 def step_seconds(job: str, batch_size: int, devices: int, candidate: Candidate, seconds: float) -> float:
@@ -96,7 +116,11 @@ def step_seconds(job: str, batch_size: int, devices: int, candidate: Candidate, 
         "checkpoint_every": 0,
         "trace_steps": 0,
     }
-    settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
+    if isinstance(candidate.strategy, DataParallel):
+        changes["sharded_update"] = "on" if candidate.strategy.sharded else "off"
+        changes["strategy"] = "data"
+    name = resolved(named(job))
+    settings = job_named(name, load=True).defaults(name).replaced(changes).check()
     *_, result = Training(Launch(settings, devices)).events()
     return float(result.to_fields()["step_seconds"])
 
@@ -146,9 +170,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hoop-planner-") as folder:
         for text in options.jobs.split(","):
             job, _, size = text.partition(":")
-            costs = calibrated(job, int(size), Path(folder))
             for devices in map(int, options.devices.split(",")):
+                costs = calibrated(job, int(size), devices, Path(folder))
                 found = measure_case(job, int(size), devices, costs, options)
+                for one in found:
+                    print(one.describe(), file=sys.stderr)
                 rows.append(row_of(job, int(size), devices, found))
     columns = [
         Column("case"),

@@ -19,6 +19,10 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Where the file is written.")] = Path("calibration.json"),
     batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")] = None,
     shards: Annotated[int | None, typer.Option(metavar="N", min=1, help="Parts of a batch.")] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", "-n", metavar="N", min=1, help="That measure at once.", show_default="one a core"),
+    ] = None,
     accelerator: Annotated[
         str, typer.Option(help="cpu: measure on a core. cuda: measure a data parallel step on a GPU.")
     ] = "cpu",
@@ -27,10 +31,11 @@ def calibrate(
 ) -> None:
     """Measure a job's costs on this machine, for --costs of hoop simulate, hoop plan and hoop train.
 
-    It measures every block's forward and backward on one core at two batch sizes; loading, update, copying, adding; a
-    message and a barrier between two processes; and how busy cores slow each other down. It takes seconds; the machine
-    should be idle. With --accelerator cuda it measures the graphs of a step on the GPU instead, in a run of one step on
-    one device with --memory.
+    It runs two steps, each on that number of devices with --memory; before the step all devices measure at the same
+    time, as before every run: every block's forward and backward at two batch sizes, loading, update, copying, adding,
+    messages, barriers, a sum of gradients. Cores share caches, memory and clocks: choose as many devices as will train.
+    It takes seconds; the machine should be idle. With --accelerator cuda it measures the graphs of a step on the GPU
+    instead, on one device.
     """
     kinds = ("cpu", "cuda", "emulated")
     if accelerator not in kinds:
@@ -38,20 +43,18 @@ def calibrate(
     size = parse_size(memory, "--memory")
     # Before PyTorch is loaded: one thread computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.lab.bench.links import contention_factor, link_seconds
-    from hoop.runs.calibration import between, calibrated, machine_of
+    from hoop.resources import available_cores
+    from hoop.runs.calibration_run import calibrated_on_devices, calibrated_on_gpu
     from hoop.runs.job_lookup import job_named, resolved
-    from hoop.runs.simulation_report import calibrated_on_gpu
 
     make_folder(out.parent, "--out")
-    found = job_named(resolved(job), load=False)
+    found = job_named(resolved(job))
     changes = {"batch_size": batch_size, "shards": shards, "accelerator": accelerator}
     settings = found.defaults(resolved(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
     if accelerator == "cpu":
-        typer.echo("measuring links …", err=True)
-        machine = machine_of(link_seconds("shm", more=between))
-        typer.echo(f"loading {job} and measuring its blocks …", err=True)
-        costs = calibrated(found, settings, machine, contention_factor)
+        count = devices or available_cores()
+        typer.echo(f"measuring {job} on {count} device{'s' * (count > 1)} …", err=True)
+        costs = calibrated_on_devices(settings, count, size)
     else:
         typer.echo(f"measuring a step of {job} on the GPU …", err=True)
         costs = calibrated_on_gpu(settings, size)
@@ -67,7 +70,8 @@ def calibrate(
         )
     typer.echo(
         f"{rows} samples a micro-batch; a message {1e6 * costs.machine.message_s:.0f} us for each end, "
-        f"copying {1e-9 / costs.machine.copy_s:.1f} GB/s, all cores at once {costs.machine.crowding:.2f}x as long"
+        f"copying {1e-9 / costs.machine.copy_s:.1f} GB/s; the slowest device of a step computes for "
+        f"{costs.machine.crowding:.2f} times as long as a usual one"
     )
     if costs.gpu is not None:
         gpu, memory_text = costs.gpu, format_size(costs.gpu.memory or 0)

@@ -3,6 +3,10 @@
     profile_blocks          each block of the model: forward, backward, activations, outputs
     measure_costs           loading, loss, update, memory bandwidth of this machine; a few milliseconds
     measure_communication   messages and the agreement of a step, on the links of the job
+    measure_reduction       the sum of a step's gradients
+    measure_agreement       the end of a step of ranks with parts of a model
+    measure_shard_overhead  what a shard's gradient costs beside its computation
+    measure_step_overhead   what the training loop adds to a step
     measure_lateness        the slowest rank's extra compute time, relative to the median
     measure_gpu_step        the step of a rank whose state stays on a GPU: its graphs, and whole steps
 
@@ -17,6 +21,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -30,17 +35,22 @@ from hoop.collectives.registry import Operation
 from hoop.data.dataset import Batch, Dataset
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.data_feed import Position
+from hoop.engine.executor import PlanExecutor
 from hoop.engine.optimizer_settings import OptimizerSettings
+from hoop.engine.prefetched_batch import PrefetchedBatch, SampleBuffer
+from hoop.engine.progress_reporter import ProgressReporter
+from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
 from hoop.engine.stage.gpu_resident_state import ResidentStageState
+from hoop.engine.stage.gradient_reduction import GradientReducer
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
-from hoop.engine.stage.state import StateLayout
-from hoop.engine.step_schedule import StepWork
+from hoop.engine.stage.state import TAIL, StageState, StateLayout
+from hoop.engine.step_schedule import StepSchedule, StepWork
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import dtype
@@ -60,16 +70,15 @@ def measure_communication(communicator: Communicator, shards: int, timeout: floa
     """Measure a message, a byte of it, and the agreement of a step of ``shards`` shards. Collective.
 
     Every rank does what it does in a step: it sends a tensor to the next rank, receives one from the previous rank, and
-    takes part in the agreement. Each result is the minimum of several runs, so a late peer does not count.
+    takes part in the agreement. In a step the computation before it has filled the caches with other data and code; so
+    has it here. All ranks begin together; each result is the median of several runs.
     """
     if communicator.size == 1:
         return {}
     endpoint, deadline = communicator.endpoint, time.monotonic() + timeout
     channel, provenance = TensorChannel(endpoint), Provenance(shards)
     following, previous = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
-    agreed: list[float] = []
-    small: list[float] = []
-    large: list[float] = []
+    together = ColdStart(communicator, timeout)
 
     def agree() -> None:
         message = np.zeros((1, 1 + provenance.width))
@@ -77,25 +86,116 @@ def measure_communication(communicator: Communicator, shards: int, timeout: floa
         any_rank(communicator, False, message, timeout)
         provenance.set_rows(0, message[:, 1:])
 
-    for repeat in range(REPEATS):
-        for elements, found in ((SMALL_ELEMENTS, small), (LARGE_ELEMENTS, large)):
-            agreed.append(_seconds(agree))
-            tensor = torch.zeros(elements)
+    def exchange(tensor: Tensor) -> None:
+        channel.send(Instruction(InstructionKind.SEND_OUTPUT, 0, 0, following), tensor, deadline)
+        channel.receive(previous, deadline)
+        endpoint.flush(deadline)
 
-            def exchange(repeat: int = repeat, tensor: torch.Tensor = tensor) -> None:
-                channel.send(Instruction(InstructionKind.SEND_OUTPUT, 0, repeat, following), tensor, deadline)
-                channel.receive(previous, deadline)
-                endpoint.flush(deadline)
-
-            found.append(_seconds(exchange) / 2)  # an exchange is one send and one receive
+    # An exchange is one send and one receive.
+    small, large = (
+        together.seconds(functools.partial(exchange, torch.zeros(elements))) / 2
+        for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS)
+    )
     costs = {
-        "message_s": min(small),
-        "byte_s": max(0.0, min(large) - min(small)) / (4 * (LARGE_ELEMENTS - SMALL_ELEMENTS)),
-        "agree_s": min(agreed),
+        "message_s": small,
+        "byte_s": max(0.0, large - small) / (4 * (LARGE_ELEMENTS - SMALL_ELEMENTS)),
+        "agree_s": together.seconds(agree),
     }
     if isinstance(endpoint, SharedEndpoint):
         costs["meeting_s"] = min(_seconds(lambda: endpoint.barrier(deadline)) for _ in range(2 * REPEATS))
     return costs
+
+
+class ColdStart:
+    """Times collective calls as they run in a step: all ranks begin together, with other data in their caches."""
+
+    def __init__(self, communicator: Communicator, timeout: float) -> None:
+        self._communicator, self._timeout = communicator, timeout
+        self._other = np.empty(_CACHE_BYTES, np.uint8)
+        self._nothing = np.zeros(0, np.float64)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the median processor time of ``call`` on this rank. Collective; the first run is dropped."""
+        found = [self._once(call) for _ in range(REPEATS + 1)]
+        return median(found[1:])
+
+    def _once(self, call: Callable[[], object]) -> float:
+        self._other.fill(0)
+        self._communicator.run(Operation("barrier", 0, dtype("float64")), self._nothing, self._nothing, self._timeout)
+        return _seconds(call)
+
+
+def measure_reduction(communicator: Communicator, reducer: GradientReducer, timeout: float) -> float:
+    """Measure the sum of gradients of a step, in the job's own memory: the processor time of this rank. Collective.
+
+    The gradients are those of no step: the sum, which every step overwrites, means nothing.
+    """
+    return ColdStart(communicator, timeout).seconds(lambda: reducer(time.monotonic() + timeout))
+
+
+def measure_agreement(role: RankRole, communicator: Communicator, shards: int, timeout: float) -> float:
+    """Measure what ranks with parts of a model do between the gradients of a step and its update. Collective.
+
+    They find their gradients, and agree whether to stop, with the loss and the provenance of the step. The messages of
+    replicas are not among it.
+    """
+    provenance = Provenance(shards)
+
+    def agree() -> None:
+        communicator.endpoint.verify_reads()
+        role.totals()
+        role.counters()
+        rows = np.zeros((1, 1 + provenance.width))
+        rows[:, 1:] = provenance.rows(0, 1)
+        any_rank(communicator, False, rows, timeout)
+        provenance.set_rows(0, rows[:, 1:])
+
+    return ColdStart(communicator, timeout).seconds(agree)
+
+
+def measure_shard_overhead(executor: PlanExecutor, communicator: Communicator, timeout: float) -> float:
+    """Measure what a shard's gradient costs beside its computation: its slot, its metrics, its provenance. Collective.
+
+    The most of all ranks; ranks without a part of the model have none. The values mean nothing: every step overwrites
+    them.
+    """
+    mine, found = np.zeros(1, np.float64), np.zeros(communicator.size, np.float64)
+    for stage, state in executor.stage_states.items():
+        if share := executor.plan.computed_by(executor.rank, stage):
+            run = functools.partial(_fill_slot, state, share[0])
+            mine[0] = max(float(mine[0]), median_seconds(run))
+    communicator.run(Operation("all_gather", 1, dtype("float64")), mine, found, timeout)
+    return float(found.max())
+
+
+def _fill_slot(state: StageState, micro: int) -> None:
+    state.gradient_views(micro)
+    state.on_gradient(micro, (0.0, 0.0, 1.0), 1, fingerprint=1, merged=True)
+
+
+def measure_step_overhead(executor: PlanExecutor, data: Dataset, settings: Settings) -> float:
+    """Measure what the training loop does in a step beside its instructions: the next samples, rows of progress.
+
+    Nothing of it changes the state; ``executor`` begins the first step afterwards.
+    """
+    schedule = StepSchedule(settings, len(data))
+    last, provenance = schedule.total_steps - 1, Provenance(settings.num_microbatches)
+    progress = ProgressReporter(lambda _: None, provenance)
+    whole = executor.stage_states.get(executor.last_stage)
+    schedule.next_steps(last, 1)  # orders the samples of an epoch, once
+
+    def run() -> None:
+        executor.profiler.record_overhead()
+        (work,) = schedule.next_steps(last, 1)
+        executor.begin(work.position, work.samples)
+        executor.channel.endpoint.flush(time.monotonic() + settings.timeout_s)
+        if whole is not None and not executor.plan.servers:
+            provenance.record(last, whole.tail[TAIL:])
+        provenance.set_rows(last, provenance.rows(last, 1))
+        progress.add(1, [0.0], 0.0)
+        progress.report(work.rate, False)
+
+    return median_seconds(run)
 
 
 LATENESS_ROUNDS = 32
@@ -108,7 +208,8 @@ def measure_lateness(communicator: Communicator, timeout: float) -> float:
 
     All ranks compute the same, round by round. A step ends when the slowest rank has computed, and no rank is the
     slowest in all rounds: cores differ in clock, other processes interrupt them, hosts of virtual machines too. Ranks
-    that share cores measure their own processor time.
+    that share cores measure their own processor time, and the slowest core counts: the step ends when the last of its
+    ranks has computed.
     """
     if communicator.size == 1:
         return 0.0
@@ -124,8 +225,10 @@ def measure_lateness(communicator: Communicator, timeout: float) -> float:
     gathered = np.zeros(communicator.size * LATENESS_ROUNDS, np.float64)
     communicator.run(Operation("all_gather", LATENESS_ROUNDS, dtype("float64")), mine, gathered, timeout)
     seconds = gathered.reshape(communicator.size, LATENESS_ROUNDS)[:, LATENESS_ROUNDS // 4 :]  # the first ones warm up
-    usual = float(np.median(seconds))
-    return float(np.median(seconds.max(axis=0))) / usual - 1 if usual else 0.0
+    cores = min(available_cores(), communicator.size)
+    by_core = np.stack([seconds[core::cores].mean(axis=0) for core in range(cores)])
+    usual = float(np.median(by_core))
+    return float(np.median(by_core.max(axis=0))) / usual - 1 if usual else 0.0
 
 
 GPU_PROBE_S = 0.2
@@ -321,7 +424,8 @@ def _measure_block(
 def _measure_chain(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> dict[int, tuple[float, float]]:
     """Return the seconds of forward and backward of each block of a chain: the median of several runs.
 
-    All blocks run forward, then all backward, so that each finds the caches as in training. The first run is dropped.
+    All blocks run forward, then all backward, so that each finds the caches as in training; gradients are written into
+    other memory in each run, as those of the shards of a step are. The first run is dropped.
     """
     with torch.no_grad():
         functools.reduce(
@@ -329,7 +433,10 @@ def _measure_chain(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) ->
         )  # with a shape that does not fit, PyTorch's own error is raised here
     now = timer()
     stages = {index: ChainStage(layers) for index, one in enumerate(blocks) if (layers := layers_of([one]))}
-    into = [[torch.empty_like(parameter) for parameter in block.parameters()] for block in blocks]
+    slots = [
+        [[torch.zeros_like(parameter) for parameter in block.parameters()] for block in blocks]
+        for _ in range(_slots_for(blocks, _GRADIENT_SLOTS))
+    ]
     forward: dict[int, list[float]] = {index: [] for index in stages}
     backward: dict[int, list[float]] = {index: [] for index in stages}
     began = now()
@@ -347,9 +454,15 @@ def _measure_chain(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) ->
                 outputs = block(outputs)
         for index in reversed(stages):
             started = now()
-            stages[index].backward(0, gradients[index], into[index], index > 0)
+            stages[index].backward(0, gradients[index], slots[run % len(slots)][index], index > 0)
             backward[index].append(now() - started)
     return {index: (median(forward[index][1:]), median(backward[index][1:])) for index in stages}
+
+
+def _slots_for(blocks: Sequence[nn.Module], most: int) -> int:
+    """Return how many gradients take turns, at most ``most``."""
+    size = sum(4 * parameter.numel() for block in blocks for parameter in block.parameters())
+    return max(1, min(most, _SLOT_BYTES // max(1, size)))
 
 
 Vector = npt.NDArray[np.float32]
@@ -360,10 +473,26 @@ PROBE_EPOCH = 1 << 31
 _REFERENCE_BYTES = 1 << 20
 _CACHE_BYTES = 4 << 20
 """More than the private caches of a core hold."""
+_GRADIENT_SLOTS, _SLOT_BYTES = 4, 64 << 20
+"""Gradients that take turns in the measurement of a backward, and their bytes at most: large ones fit in no cache."""
+_LONG_S = 0.02
+"""If a micro-batch takes longer than this, the caches that its blocks find do not matter."""
 _LOAD_SAMPLES = 256
 """Maximum number of samples that are loaded for a measurement."""
 _MAX_BATCHED_ROWS = 2048
 """Maximum number of samples in the measurement of batched shards."""
+
+
+@dataclass(frozen=True)
+class ShardComputation:
+    """How a device computes its shards."""
+
+    batched: int = 1
+    """Shards in one batch, at most."""
+    in_pieces: bool = False
+    """Samples are loaded while the rank waits, piece by piece (``PrefetchedBatch``)."""
+    on_cores: bool = True
+    """The blocks are computed by cores, not by a GPU."""
 
 
 def measure_costs(
@@ -373,21 +502,25 @@ def measure_costs(
     loss: Loss,
     optimizer: OptimizerSettings,
     rows: int,
-    batched_shards: int,
+    how: ShardComputation,
     sizes: Sequence[int] = VECTOR_BYTES,
 ) -> dict[str, Any]:
-    """Measure this machine for micro-batches of ``rows`` samples, up to ``batched_shards`` of them in one batch.
+    """Measure this machine for micro-batches of ``rows`` samples.
 
     ``costs``: the profile of ``blocks``. ``sizes``: bytes of the vectors for the memory bandwidth.
     """
+    batched_shards = how.batched
     few = max(1, min(rows, len(data), _LOAD_SAMPLES))
-    batch = data.batch(np.arange(few, dtype=np.int64), epoch=0, seed=0)
+    many = min(few * batched_shards, len(data), _LOAD_SAMPLES)
+    counts = [few, many] if many > few else sorted({max(1, few // 4), few})
+    batch = data.batch(np.arange(counts[-1], dtype=np.int64), epoch=0, seed=0)
+    starts = _start_seconds(costs, blocks, batch[0][:few]) if how.on_cores else [0.0] * len(blocks)
     fixed, each = measure_update(optimizer, sum(one.weight_bytes for one in costs))
     return {
         "rows": rows,
-        "blocks": [_block_values(one) for one in costs],
-        "load": [(count, _load_seconds(data, count)) for count in sorted({max(1, few // 4), few})],
-        "loss": [(count, _loss_seconds(blocks, batch[1][:count], loss)) for count in sorted({max(1, few // 4), few})],
+        "blocks": [{**_block_values(one), "start_s": start} for one, start in zip(costs, starts, strict=True)],
+        "load": [(count, _load_seconds(data, count, how.in_pieces)) for count in counts],
+        "loss": [(count, _loss_seconds(blocks, batch[1][:count], loss)) for count in counts],
         "update_fixed_s": fixed,
         "update_s": each,
         "joint": batched_shards,
@@ -411,9 +544,13 @@ def _block_values(block: Block) -> dict[str, Any]:
     }
 
 
-def median_seconds(call: Callable[[], object], repeats: int = 5, cold: bool = True) -> float:
-    """Return the median time of ``call`` in seconds. ``cold``: flush the caches before each run, as a step does."""
+def median_seconds(call: Callable[[], object], repeats: int = 7, cold: bool = True) -> float:
+    """Return the median time of ``call`` in seconds. ``cold``: flush the caches before each run, as a step does.
+
+    A run before the first one, which may load code, does not count.
+    """
     now, found = timer(), []
+    call()
     other = np.empty(_CACHE_BYTES if cold else 0, np.uint8)
     for _ in range(repeats):
         other.fill(0)
@@ -444,6 +581,25 @@ def measure_memory(sizes: Sequence[int] = VECTOR_BYTES) -> dict[str, Any]:
     return {"copy_s": copied[middle][1], "add_s": added[middle][1], "copy_at": copied, "add_at": added}
 
 
+def _start_seconds(costs: Sequence[Block], blocks: Sequence[nn.Module], inputs: Tensor) -> list[float]:
+    """Measure by how much each block takes longer if other work has run before it, such as messages in a pipeline.
+
+    Its code, weights and inputs then come from far caches. In its cost it follows the block before it.
+    """
+    if sum(one.seconds for one in costs) > _LONG_S or any(True for block in blocks for _ in block.buffers()):
+        return [0.0] * len(blocks)  # a forward would change the buffers
+    found = []
+    for block in blocks:
+        layers = layers_of([block])
+        stage = ChainStage(layers) if layers is not None else None
+        compute = functools.partial(stage.forward, 0, seed=0) if stage is not None else block
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            run = functools.partial(compute, inputs)
+            found.append(max(0.0, median_seconds(run) - median_seconds(run, cold=False)))
+            inputs = run()
+    return found
+
+
 def _loss_seconds(blocks: Sequence[nn.Module], targets: torch.Tensor, loss: Loss) -> float:
     if loss is not cross_entropy or targets.dim() != 1:
         return 0.0  # small compared with blocks that autograd computes
@@ -453,14 +609,20 @@ def _loss_seconds(blocks: Sequence[nn.Module], targets: torch.Tensor, loss: Loss
     return 0.0 if outputs is None else median_seconds(lambda: float(by_hand(outputs, targets, 1.0)[0].sum()))
 
 
-def _load_seconds(data: Dataset, rows: int) -> float:
+def _load_seconds(data: Dataset, rows: int, in_pieces: bool) -> float:
     """Measure the loading of ``rows`` random samples, as in an epoch, into a reused buffer."""
-    out, generator = data.allocate(rows), np.random.default_rng(0)
+    buffer, generator = SampleBuffer(data.allocate(rows)), np.random.default_rng(0)
 
     def load() -> None:
         samples = generator.integers(len(data), size=rows)
         sample_fingerprint(samples)
-        data.batch(samples, epoch=PROBE_EPOCH, seed=0, out=out)
+        if not in_pieces:
+            data.batch(samples, epoch=PROBE_EPOCH, seed=0, out=buffer.batch)
+            return
+        batch = PrefetchedBatch(data, samples, PROBE_EPOCH, 0, buffer)
+        while not batch.complete:
+            batch.load_piece()
+        batch.finish()
 
     return median_seconds(load)
 
@@ -475,7 +637,7 @@ def measure_update(optimizer: OptimizerSettings, weight_bytes: int) -> tuple[flo
 def _update_seconds(optimizer: OptimizerSettings, elements: int) -> float:
     weights, gradient = torch.zeros(elements), torch.zeros(elements)
     update = make_update(optimizer, weights, [torch.zeros(elements) for _ in range(optimizer.num_moments)])
-    return median_seconds(lambda: update(gradient, optimizer.lr, 0), cold=elements > 1)
+    return median_seconds(lambda: update(gradient, optimizer.lr, 0))
 
 
 def _batched_seconds(blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: int, batched_shards: int) -> float:
@@ -485,11 +647,11 @@ def _batched_seconds(blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: in
         return 0.0
     stage = ChainStage(layers)
     many = torch.cat([inputs] * -(-batched_shards * rows // len(inputs)))[: batched_shards * rows]
-    into = [torch.empty_like(one) for block in blocks for one in block.parameters()]
-    gradient = torch.ones(len(many), into[-1].shape[0])
+    intos = [[torch.zeros_like(one) for block in blocks for one in block.parameters()] for _ in range(batched_shards)]
+    gradient = torch.ones(len(many), intos[0][-1].shape[0])
 
     def run() -> None:
         stage.forward(0, many, 0)
-        stage.backward_batched(0, gradient, rows, [into] * batched_shards, lambda _: None)
+        stage.backward_batched(0, gradient, rows, intos, lambda _: None)
 
     return median_seconds(run)

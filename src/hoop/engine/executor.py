@@ -536,8 +536,17 @@ class PlanExecutor:
 
         ``next_step(done)`` returns the step after ``done`` finished steps; None: its samples must not be prefetched.
         """
-        if self.plan.stages == 1 and not self.plan.servers and self.feed.can_prefetch:
+        if self._may_prefetch:
             self._prefetcher = Prefetcher(self.feed, next_step)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether this rank prefetches samples while it waits for the sum of gradients."""
+        return self._may_prefetch and self.plan.size >= MIN_PREFETCH_RANKS
+
+    @property
+    def _may_prefetch(self) -> bool:
+        return self.plan.stages == 1 and not self.plan.servers and self.feed.can_prefetch
 
     def _reduce(self, instruction: Instruction) -> None:
         reducer, prefetcher = self._reducers[instruction.stage], self._prefetcher

@@ -25,6 +25,7 @@ from hoop.collectives.reduction import Array
 from hoop.engine.stage.state import MAX_SPEEDS, SPEED
 from hoop.job_events import Balanced, JobEvent, Straggler
 from hoop.plan.plan import Plan
+from hoop.strategies.balancing import NO_CORE_S, better_plan, plan_by_cores, shares
 from hoop.strategies.base import Strategy
 
 WINDOW = 8
@@ -48,10 +49,6 @@ class StragglerVerdict:
 
     def to_event(self, step: int) -> Straggler:
         return Straggler(step, straggler=self.rank, slow=self.slow, times=self.slowdown)
-
-
-NO_CORE_S = 1e9
-"""Assumed seconds per shard of a device that shares its core with another one, so that it gets no shards."""
 
 
 class Measurements:
@@ -146,14 +143,6 @@ class StragglerDetector:
 MAX_PAUSE = 512
 """Maximum number of steps between two changes. Each change doubles the pause, so that noise does not keep moving
 shards."""
-MAX_RATIO = 0.85
-"""Maximum ratio of the step times that are predicted with a new plan and with the present one; else the present one
-stays."""
-EVEN_RATIO = 1.1
-"""Like ``MAX_RATIO``, for the plan for equal devices, which is chosen even if it looks a little slower. A rank with few
-shards looks slow, because its seconds per shard contain what a step costs with any number of shards: it would never get
-them back. A device that is slow enough to lose shards by ``MAX_RATIO`` does not get them back by this, so that they do
-not go to and fro."""
 
 
 def load_balancer_for(strategy: Strategy, plan: Plan, enabled: bool, context: RankContext) -> LoadBalancer | None:
@@ -180,8 +169,9 @@ class LoadBalancer:
         self._plan = plan
         self._computing = size if shared_cores is None else shared_cores
         """Ranks that may get shards: the first ones, which are on different cores."""
-        equal = None if shared_cores is None else self._speeds([1.0] * size)
-        self._even = strategy.plan(size, plan.num_microbatches, equal)
+        self._even = plan_by_cores(strategy, size, plan.num_microbatches, self._computing)
+        self._leaves_cores = any(shares(plan)[self._computing :])
+        """True until the shards have left the ranks that must get none."""
         self._size = size
         self._measurements = Measurements(size)
         self._stragglers = StragglerDetector(size, oversubscription)
@@ -199,7 +189,8 @@ class LoadBalancer:
         self._steps += 1
         if self._steps < self._next_change:
             return None
-        plan = self._plan_by_cores() or self._plan_by_measurements()
+        plan = self._even if self._leaves_cores else self._plan_by_measurements()
+        self._leaves_cores = False
         if plan is None:
             return None
         self._plan = plan
@@ -212,50 +203,18 @@ class LoadBalancer:
                 self._verdicts += self._stragglers.drop_rank(rank)
         return plan
 
-    def _plan_by_cores(self) -> Plan | None:
-        """The plan with shards for one device per core, if devices share cores and others have shards."""
-        return self._even if any(_shares(self._plan)[self._computing :]) else None
-
     def _plan_by_measurements(self) -> Plan | None:
         windows = self._measurements.windows()[: self._computing]
         if not all(len(recent) == WINDOW for recent in windows):
             return None
         self._next_change = self._steps + WINDOW  # if nothing changes, the next look is at new measurements
         seconds_each = [median(recent) for recent in windows]
-        return self._better_plan(seconds_each + [NO_CORE_S] * (self._size - self._computing))
+        seconds_each += [NO_CORE_S] * (self._size - self._computing)
+        return better_plan(self._strategy, self._plan, self._even, seconds_each)
 
     def events(self, plan: Plan | None, step: int) -> list[JobEvent]:
         """Events of the last ``observe``, which returned ``plan``: changed verdicts, and each rank's shards."""
         events: list[JobEvent] = [verdict.to_event(step) for verdict in self._verdicts]
         if plan is not None:
-            events.append(Balanced(step, _shares(plan)))
+            events.append(Balanced(step, shares(plan)))
         return events
-
-    def _better_plan(self, seconds: list[float]) -> Plan | None:
-        """A plan that is worth a change, by each rank's seconds per shard; None: there is none."""
-        present = self._step_seconds(self._plan, seconds)
-        is_even = _shares(self._plan) == _shares(self._even)
-        if not is_even and self._step_seconds(self._even, seconds) <= EVEN_RATIO * present:
-            return self._even
-        if not self._can_improve(seconds):
-            return None
-        plan = self._strategy.plan(self._size, self._plan.num_microbatches, self._speeds(seconds))
-        return plan if self._step_seconds(plan, seconds) <= MAX_RATIO * present else None
-
-    def _speeds(self, seconds: list[float]) -> list[float]:
-        """The speed of each rank, by its seconds per shard, with next to none for ranks that must get no shards."""
-        return [1 / (one if rank < self._computing else NO_CORE_S) for rank, one in enumerate(seconds)]
-
-    def _can_improve(self, seconds: list[float]) -> bool:
-        """Whether arbitrarily small shards would be enough of a gain: most steps need no plan, which costs more."""
-        least = self._plan.num_microbatches / sum(1 / seconds[rank] for rank in self._plan.holders[0])
-        return least <= MAX_RATIO * self._step_seconds(self._plan, seconds)
-
-    @staticmethod
-    def _step_seconds(plan: Plan, seconds: list[float]) -> float:
-        return max(len(plan.computed_by(rank, 0)) * one for rank, one in enumerate(seconds))
-
-
-def _shares(plan: Plan) -> list[int]:
-    """Shards of each rank."""
-    return [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]

@@ -23,13 +23,19 @@ from torch import Tensor, nn
 from hoop.collectives.communicator import all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
+from hoop.collectives.shard_tree import merge_plan
 from hoop.data.dataset import Batch, Dataset, Splits
 from hoop.data.sampler import SampleOrder
 from hoop.engine.cost_probe import (
+    ShardComputation,
+    measure_agreement,
     measure_communication,
     measure_costs,
     measure_gpu_step,
     measure_lateness,
+    measure_reduction,
+    measure_shard_overhead,
+    measure_step_overhead,
     profile_blocks,
 )
 from hoop.engine.custom.loss import CustomLoss
@@ -45,6 +51,7 @@ from hoop.engine.roles.ring import AsynchronousRingRole, RingRole
 from hoop.engine.roles.sharded_data import ShardedDataRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator, select_accelerator
+from hoop.engine.stage.gradient_reduction import GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StageState, StateVectors
 from hoop.engine.update_choice import check_can_shard, is_faster_sharded, may_choose
@@ -360,8 +367,16 @@ def _measure_step_costs(
         executor.max_batched_shards, -(-settings.num_microbatches // max(1, len(executor.plan.holders[0])))
     )
     blocks = blocks_of(model)
-    found = measure_costs(setup.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, batched_shards)
+    how = ShardComputation(
+        batched_shards,
+        # On a core of its own a rank prefetches in time in which it would wait; else in that of another rank.
+        in_pieces=executor.prefetches and context.oversubscription > 1,
+        on_cores=executor.accelerator is None,
+    )
+    found = measure_costs(setup.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, how)
     found |= measure_communication(context.communicator, settings.num_microbatches, settings.timeout_s)
+    if executor.accelerator is None and not context.future_size:
+        found |= _measure_overheads(context, settings, setup, data.train)
     found["late_share"] = measure_lateness(context.communicator, settings.timeout_s)
     found["hosts"] = list(hosts) if separate else [0] * context.size
     found["strategy"] = setup.strategy.spec
@@ -369,6 +384,27 @@ def _measure_step_costs(
         estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)
         order = SampleOrder(settings.seed, len(data.train))
         found["gpu"] = measure_gpu_step(setup.role, order, settings, estimate)
+    return found
+
+
+def _measure_overheads(
+    context: RankContext, settings: Settings, setup: TrainingSetup, data: Dataset
+) -> dict[str, float | int]:
+    """Collective. What a step costs beside computation and messages, measured in the job's own memory."""
+    communicator, executor, timeout = context.communicator, setup.executor, settings.timeout_s
+    found: dict[str, float | int] = {
+        "step_s": measure_step_overhead(executor, data, settings),
+        "shard_s": measure_shard_overhead(executor, communicator, timeout),
+    }
+    plan, shards = setup.plan, settings.num_microbatches
+    if not setup.strategy.replicated:
+        found["agree_s"] = measure_agreement(setup.role, communicator, shards, timeout)
+    elif context.size > 1 and not context.joining and isinstance(communicator.endpoint, SharedEndpoint):
+        reducer = executor.reducer(0)
+        if isinstance(reducer, GradientReducer) and not reducer.num_buckets:  # else summed during the backward
+            found["reduce_s"] = measure_reduction(communicator, reducer, timeout)
+            nodes = [merge_plan(plan.computed_by(rank, 0), shards).nodes for rank in plan.holders[0]]
+            found["partial_sums"] = sum(map(len, nodes))
     return found
 
 

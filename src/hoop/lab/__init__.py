@@ -6,7 +6,6 @@ May import: every room above it.
 
 PUBLIC = (
     "bench.contest",
-    "bench.links",
     "chaos.campaign",
     "chaos.processes",
     "chaos.run",

@@ -7,6 +7,7 @@ PUBLIC = (
     "api",
     "audit",
     "calibration",
+    "calibration_run",
     "callbacks",
     "checkpoint_store",
     "device_count",

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hoop.engine.cost_probe import VECTOR_BYTES, measure_communication, measure_costs, profile_blocks
+from hoop.engine.cost_probe import VECTOR_BYTES, ShardComputation, measure_communication, measure_costs, profile_blocks
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
 from hoop.resources import available_cores
 from hoop.runs.prediction import MeasuredCosts, measured_job_costs
-from hoop.simulate.cost_model import Costs, LinearCost, Machine
+from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine
 
-JOINT = 4
+HOW = ShardComputation(batched=4)
 REPEATS = 5
 between = partial(measure_communication, shards=8, timeout=30.0)
 """Measures what two ranks cost each other."""
@@ -53,17 +53,7 @@ def calibrated(
         )
         costs = dataclasses.replace(costs, machine=machine)
     if low["rows"] < high["rows"]:
-        costs = dataclasses.replace(
-            costs,
-            blocks=tuple(
-                dataclasses.replace(
-                    cost,
-                    forward=_through(low, high, index, "forward_s"),
-                    backward=_through(low, high, index, "backward_s"),
-                )
-                for index, cost in enumerate(costs.blocks)
-            ),
-        )
+        costs = dataclasses.replace(costs, blocks=lines_through(low, high, costs.blocks))
     return dataclasses.replace(costs, source="measured", about=describe_measurement(settings))
 
 
@@ -73,12 +63,19 @@ def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VEC
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
     found = profile_blocks(blocks, batch, settings.optimizer, settings.num_microbatches, REPEATS)
-    return measure_costs(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
+    return measure_costs(found, blocks, data, job.loss_function, settings.optimizer, rows, HOW, sizes)
 
 
-def _through(low: MeasuredCosts, high: MeasuredCosts, index: int, name: str) -> LinearCost:
-    points = [(one["rows"], one["blocks"][index][name]) for one in (low, high)]
-    return LinearCost.through_points(points)
+def lines_through(low: MeasuredCosts, high: MeasuredCosts, blocks: Sequence[BlockCost]) -> tuple[BlockCost, ...]:
+    """The blocks, with the seconds of forward and backward from measurements of smaller and of larger shards."""
+
+    def line(index: int, name: str) -> LinearCost:
+        return LinearCost.through_points([(one["rows"], one["blocks"][index][name]) for one in (low, high)])
+
+    return tuple(
+        dataclasses.replace(block, forward=line(index, "forward_s"), backward=line(index, "backward_s"))
+        for index, block in enumerate(blocks)
+    )
 
 
 def describe_measurement(settings: Settings) -> dict[str, object]:

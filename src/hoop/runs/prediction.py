@@ -7,23 +7,34 @@ measures the costs of a job that does not run. This module does not load PyTorch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from hoop.engine.settings import Settings
 from hoop.errors import HoopError
 from hoop.job_events import JobEvent, Started, Steps
+from hoop.plan.instructions import Instruction, InstructionKind
+from hoop.plan.plan import Plan
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
+from hoop.simulate.instruction_cost import sum_and_copy_seconds
+from hoop.simulate.result import SimulationResult, TracedSpan
 from hoop.simulate.simulation import simulate
+from hoop.strategies.balancing import NO_CORE_S, better_plan, plan_by_cores
+from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import parse
 from hoop.strategies.data_parallel import DataParallel
 
 WARM_UP = 10
 """Steps at the beginning that are left out, if there are enough."""
+SPAN = 8
+"""Steps whose mean time counts as one measurement."""
 MOST_INSTRUCTIONS = 200_000
+MOST_MOVES = 4
+"""Changes of the shares of devices that a prediction follows; a run makes the first ones within a hundred steps."""
+_COMPUTED = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD})
 MeasuredCosts = Mapping[str, Any]
 """Costs as ``engine/cost_probe.py`` measures them, from the ``Started`` event."""
 
@@ -47,7 +58,7 @@ class Prediction:
     def result(self) -> dict[str, float | None]:
         """For the run's summary; an error of 0.1 means that a step took 10 % longer than predicted."""
         warm = self._seconds[WARM_UP:] if len(self._seconds) > 3 * WARM_UP else self._seconds
-        measured = median(warm) if warm else None
+        measured = usual_seconds(warm)
         both = self._expected is not None and measured
         return {
             "step_seconds": measured,
@@ -56,28 +67,90 @@ class Prediction:
         }
 
 
+def usual_seconds(steps: Sequence[float]) -> float | None:
+    """How long a step usually takes: the median over spans of ``SPAN`` steps of their mean; None without steps.
+
+    Single steps mislead where devices share a core: one device may make two steps in the time slice of the other, and
+    short steps alternate with long ones.
+    """
+    spans = [steps[first : first + SPAN] for first in range(0, len(steps), SPAN)]
+    whole = [one for one in spans if len(one) == SPAN] or spans
+    return median(map(mean, whole)) if whole else None
+
+
 def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: Costs | None = None) -> float | None:
     """Seconds of a step; None where there is nothing to simulate from, or too much.
 
     ``given``: costs to take instead of those that were measured; where devices are is measured in any case.
     """
+    found = predicted_step(measured, settings, given)
+    if found is None:
+        return None
+    if given is None and "gpu" in measured:
+        return max(found.step_seconds, _rehearsed_seconds(measured["gpu"]))
+    return found.step_seconds
+
+
+def predicted_step(
+    measured: MeasuredCosts, settings: Settings, given: Costs | None = None, trace: bool = False
+) -> SimulationResult | None:
+    """The simulation of a step, by the parameters of ``predicted_step_seconds``. ``trace``: it keeps the spans."""
     strategy = parse(measured.get("strategy", settings.strategy))
     costs = measured_job_costs(measured) if given is None else given.with_rows(measured["rows"])
     cluster = measured_cluster(measured, settings)
     size = 6 * settings.num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
     if size > MOST_INSTRUCTIONS:
         return None
-    how: dict[str, Any] = {"num_microbatches": settings.num_microbatches, "cuts": settings.cut or None, "trace": False}
+    how: dict[str, Any] = {"num_microbatches": settings.num_microbatches, "cuts": settings.cut or None, "trace": trace}
     how |= {"replicate": settings.replicate, "replicas": settings.replicas}
+    on_gpu = given is None and costs.gpu is not None
+    moves = isinstance(strategy, DataParallel) and settings.balance and not settings.slowdown and not on_gpu
     try:
-        even = simulate(strategy, costs, cluster, **how).step_seconds
-        if given is None and costs.gpu is not None:
-            return max(even, _rehearsed_seconds(measured["gpu"]))
-        if not isinstance(strategy, DataParallel) or not settings.balance or settings.slowdown:
-            return even
-        return min(even, simulate(strategy, costs, cluster, **how, assumed_speeds=_with_cores(cluster)).step_seconds)
+        if moves and cluster.size > 1:
+            return _balanced(
+                strategy,
+                _computing_devices(cluster),
+                lambda plan: simulate(strategy, costs, cluster, **{**how, "trace": True}, plan=plan),
+            )
+        return simulate(strategy, costs, cluster, **how)
     except HoopError:
         return None  # a prediction that cannot be made is no reason to fail
+
+
+def _computing_devices(cluster: Cluster) -> int:
+    """Devices that the run's load balancer gives shards: on one host, one for each core."""
+    (host, *others) = cluster.hosts
+    return cluster.size if others else min(cluster.size, host.cores or cluster.size)
+
+
+def _balanced(
+    strategy: Strategy, computing: int, simulated: Callable[[Plan | None], SimulationResult]
+) -> SimulationResult:
+    """The simulation of a step after shards have moved as the run's load balancer will move them.
+
+    ``computing``: devices that get shards, the first ones. ``simulated(plan)`` simulates a step of a plan (None: that
+    for equal devices), with its spans. The balancer sees for how long each device computes a shard.
+    """
+    even = simulated(None)
+    if computing < even.devices:
+        even = simulated(plan_by_cores(strategy, even.devices, even.plan.num_microbatches, computing))
+    result, seconds = even, [0.0] * computing + [NO_CORE_S] * (even.devices - computing)
+    for _ in range(MOST_MOVES):
+        for rank, account in enumerate(result.accounts):
+            if share := result.plan.computed_by(rank, 0):
+                busy = (span.seconds for span in account.spans if _computes(span))
+                seconds[rank] = sum(busy) / len(share)
+        if not all(seconds):
+            return result  # a device without shards is not measured
+        plan = better_plan(strategy, result.plan, even.plan, seconds)
+        if plan is None:
+            return result
+        result = simulated(plan)
+    return result
+
+
+def _computes(span: TracedSpan) -> bool:
+    return isinstance(span.what, Instruction) and span.what.kind in _COMPUTED
 
 
 def _rehearsed_seconds(gpu: Mapping[str, Any]) -> float:
@@ -99,15 +172,6 @@ def measured_gpu_costs(gpu: Mapping[str, Any]) -> GpuCosts:
     return GpuCosts(LinearCost(0.0, row), finish, read_s, max(0.0, rest), int(gpu["total"]) or None)
 
 
-def _with_cores(cluster: Cluster) -> list[float] | None:
-    """Relative speeds if devices share cores: the load balancer ends with one loaded device a core."""
-    if all(host.devices <= (host.cores or host.devices) for host in cluster.hosts):
-        return None
-    return [
-        1.0 if index < (host.cores or host.devices) else 1e-9 for host in cluster.hosts for index in range(host.devices)
-    ]
-
-
 def measured_job_costs(measured: MeasuredCosts, machine: Machine | None = None) -> Costs:
     """The simulator's costs from measured ones."""
     rows, blocks = measured["rows"], measured["blocks"]
@@ -123,6 +187,7 @@ def measured_job_costs(measured: MeasuredCosts, machine: Machine | None = None) 
                 one["gradient_bytes"],
                 LinearCost(0.0, one["activation_bytes"] / rows),
                 LinearCost(0.0, one["output_bytes"] / rows),
+                one.get("start_s", 0.0),
             )
             for one in blocks
         ),
@@ -140,11 +205,19 @@ def measured_job_costs(measured: MeasuredCosts, machine: Machine | None = None) 
 
 def measured_machine(measured: MeasuredCosts, usual: Machine) -> Machine:
     """``usual`` with the measured values."""
-    names = ("copy_s", "add_s", "message_s", "byte_s", "agree_s", "meeting_s")
+    names = ("copy_s", "add_s", "message_s", "byte_s", "agree_s", "meeting_s", "step_s", "shard_s")
     changes: dict[str, Any] = {name: measured[name] for name in names if name in measured}
     for name in ("copy_at", "add_at"):
         changes[name] = tuple((float(size), float(seconds)) for size, seconds in measured[name])
-    return replace(usual, **changes)
+    machine = replace(usual, **changes)
+    return replace(machine, reduce_s=_reduce_overhead(measured, machine)) if "reduce_s" in measured else machine
+
+
+def _reduce_overhead(measured: MeasuredCosts, machine: Machine) -> float:
+    """What a measured sum of gradients took beside its barriers, and the additions and copies that are modelled."""
+    ranks, size = len(measured["hosts"]), sum(one["gradient_bytes"] for one in measured["blocks"])
+    modelled = sum_and_copy_seconds(machine, ranks, measured["partial_sums"], size) + 2 * machine.meeting_s
+    return max(0.0, float(measured["reduce_s"]) - modelled)
 
 
 def _line(seconds: float, fixed: float, rows: int) -> LinearCost:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hoop.errors import FailedPrecondition, NotFound
-from hoop.job_events import Started
+from hoop.errors import NotFound
 from hoop.plan.instructions import COMMUNICATE, COMPUTE, IDLE
 from hoop.report.chart import MAX_SPANS, OTHER, Bars, Chart, Timeline, TimeSplit
 from hoop.report.page import Block, Page, Section
@@ -25,7 +23,6 @@ from hoop.simulate.cost_model import Costs, Machine, read_costs
 from hoop.simulate.result import RankAccount, SimulationResult
 
 if TYPE_CHECKING:
-    from hoop.engine.settings import Settings
     from hoop.simulate.search import Candidate
 
 MIB = 1024 * 1024
@@ -49,26 +46,6 @@ def costs_of(job: str, file: Path | None) -> Costs:
 
     found = job_named(resolved(job), load=False)
     return calibrated(found, found.defaults(resolved(job)).check(), Machine())
-
-
-def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
-    """Measures a data parallel step of a job on this machine's GPU: the costs of a run of one step on one device.
-
-    ``memory``: bytes of the device's memory.
-    """
-    from hoop.runs.calibration import describe_measurement
-    from hoop.runs.prediction import measured_job_costs
-    from hoop.runs.training import Launch, Training
-
-    short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})
-    measured: Mapping[str, Any] = {}
-    for observed in Training(Launch(short, devices=1, memory=memory)).events():
-        if isinstance(observed.event, Started):
-            measured = observed.event.costs or {}
-    if "gpu" not in measured:
-        raise FailedPrecondition("--accelerator: no GPU was used; look at nvidia-smi, or leave the option out")
-    about = {**describe_measurement(settings), "gpu": measured["gpu"]["name"]}
-    return replace(measured_job_costs(measured), source=f"measured on {about['gpu']}", about=about)
 
 
 def sizes(costs: Costs, batch_size: int | None, shards: int | None, devices: int) -> tuple[int, int]:

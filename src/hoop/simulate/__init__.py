@@ -4,5 +4,5 @@ Neither torch nor the engine is used here.
 May import: membership plan strategies collectives.
 """
 
-PUBLIC = ("cluster", "cost_model", "failure_model", "rank", "result", "search", "simulation")
+PUBLIC = ("cluster", "cost_model", "failure_model", "instruction_cost", "rank", "result", "search", "simulation")
 """Modules that other rooms may import."""

@@ -2,7 +2,7 @@
 
 ``Clock`` runs one process per rank. A process is a generator that yields
 
-    seconds   to compute for that long on its core; it takes longer while other ranks compute on the same core
+    seconds   to compute for that long on its core; it takes longer where other ranks have the same core
     None      to wait until something is delivered to the rank
 
 and calls ``deliver`` (through ``Network``) for its messages. All events of one moment are processed before any rank
@@ -25,6 +25,7 @@ time by the sender and the receiver.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,6 +33,7 @@ from typing import Any
 
 from hoop.plan.instructions import Instruction
 from hoop.simulate.cluster import Cluster, Host
+from hoop.simulate.cost_model import Machine
 
 Process = Iterator[float | None]
 _CALLBACK = -(1 << 60)
@@ -51,8 +53,7 @@ class Group:
 class Clock:
     """The event loop of a simulation."""
 
-    def __init__(self, cluster: Cluster, crowding: float = 1.0) -> None:
-        """``crowding``: how many times slower a core is while all cores of its host compute (``Machine.crowding``)."""
+    def __init__(self, cluster: Cluster, machine: Machine) -> None:
         self.now = 0.0
         self.inbox: list[deque[Instruction]] = [deque() for _ in range(cluster.size)]
         """For each rank, delivered messages of plans and rules that the rank has not taken yet."""
@@ -68,9 +69,9 @@ class Clock:
         """For each rank, its host's processor; None: other ranks never slow its core down."""
         rank = 0
         for number, host in enumerate(cluster.hosts):
-            processor = Processor(self, number, host, rank, crowding)
+            processor = Processor(self, number, host, rank, machine)
             self._processors.append(processor)
-            alone = host.devices == 1 or (crowding == 1 and (host.cores or host.devices) >= host.devices)
+            alone = host.devices == 1 or (machine.crowding == 1 and (host.cores or host.devices) >= host.devices)
             self._processor_of += [None if alone else processor] * host.devices
             rank += host.devices
 
@@ -127,67 +128,115 @@ class Clock:
     def _resume(self, rank: int) -> None:
         """Continues a rank's process until it computes, waits or ends."""
         self._waiting[rank] = False
+        processor = self._processor_of[rank]
         for request in self._processes[rank]:
             if request is None:
                 self._waiting[rank] = True
-            elif request > 0:
+                break
+            if request > 0:
                 seconds = request / self.speeds[rank]
-                processor = self._processor_of[rank]
                 if processor is None:
                     self.deliver(self.now + seconds, rank, None)
                 else:
                     processor.start(rank, seconds)
-            else:
-                continue
-            return
+                return
+        if processor is not None:
+            processor.release(rank)
 
 
 class Processor:
-    """The cores of one host. Ranks on the same core share it equally while they compute."""
+    """The cores of one host, each with a queue of the ranks that compute on it.
 
-    def __init__(self, clock: Clock, number: int, host: Host, first_rank: int, crowding: float) -> None:
+        core 0:  rank 0 ▇▇▇▇▇▇▇▇|slice|      rank 0 ▇▇▇ waits
+                 rank 2                ▇▇▇▇▇▇          ▇▇▇▇▇▇
+
+    The first rank of a queue has the core until it waits, or until its time slice ends while others are queued: then
+    it goes to the end of the queue. A rank that wakes joins at the end. So of two ranks that wake together one computes
+    at full speed and the other one begins after it, as under the kernel's scheduler.
+    """
+
+    def __init__(self, clock: Clock, number: int, host: Host, first_rank: int, machine: Machine) -> None:
         self._clock, self._number, self._first_rank = clock, number, first_rank
         self._cores = min(host.cores or host.devices, host.devices)
-        self._slowdown_per_core = (crowding - 1) / (self._cores - 1) if self._cores > 1 else 0.0
+        self._slowdown_per_core = (machine.crowding - 1) / (self._cores - 1) if self._cores > 1 else 0.0
+        self._slice_s = machine.slice_s or math.inf
+        self._queues: list[deque[int]] = [deque() for _ in range(self._cores)]
+        self._slice_ends = [0.0] * self._cores
         self._remaining: dict[int, float] = {}
         """Seconds of computation left, by rank, at full speed."""
-        self._rates: dict[int, float] = {}
+        self._core_rate = 1.0
+        """Of the cores that are in use, since the last change."""
         self._updated_at = 0.0
         self._version = 0
-        """Grows with every reschedule, so that completion events of an older schedule are ignored."""
+        """Grows with every reschedule, so that events of an older schedule are ignored."""
 
     def start(self, rank: int, seconds: float) -> None:
+        """The rank computes for ``seconds``. It goes on in its slice if it has not released its core since."""
         self._advance()
+        queue = self._queues[self._core_of(rank)]
+        if rank not in queue:
+            queue.append(rank)
+            if len(queue) == 1:
+                self._begin_slice(self._core_of(rank))
         self._remaining[rank] = seconds
         self._reschedule()
 
-    def completed(self, version: int) -> set[int]:
-        """Ranks whose computation ends now; empty if the completion event belongs to an older schedule."""
-        if version != self._version:
-            return set()
+    def release(self, rank: int) -> None:
+        """The rank waits, or has finished: its core is free for the next rank of the queue."""
+        core = self._core_of(rank)
+        queue = self._queues[core]
+        if rank not in queue:
+            return
         self._advance()
-        done = {rank for rank, left in self._remaining.items() if left <= _TOLERANCE_S}
+        queue.remove(rank)
+        if queue:
+            self._begin_slice(core)
+        self._reschedule()
+
+    def completed(self, version: int) -> list[int]:
+        """Ranks whose computation ends now; empty if the event belongs to an older schedule.
+
+        Each of them computes on (``start``) or waits (``release``) at this moment.
+        """
+        if version != self._version:
+            return []
+        self._advance()
+        heads = [queue[0] for queue in self._queues if queue]
+        done = [rank for rank in heads if rank in self._remaining and self._remaining[rank] <= _TOLERANCE_S]
         for rank in done:
             del self._remaining[rank]
+        for core, queue in enumerate(self._queues):
+            if len(queue) > 1 and queue[0] not in done and self._clock.now >= self._slice_ends[core] - _TOLERANCE_S:
+                queue.rotate(-1)
+                self._begin_slice(core)
         self._reschedule()
         return done
+
+    def _core_of(self, rank: int) -> int:
+        return (rank - self._first_rank) % self._cores
+
+    def _begin_slice(self, core: int) -> None:
+        self._slice_ends[core] = self._clock.now + self._slice_s
 
     def _advance(self) -> None:
         elapsed, self._updated_at = self._clock.now - self._updated_at, self._clock.now
         if elapsed:
-            for rank in self._remaining:
-                self._remaining[rank] -= elapsed * self._rates[rank]
+            for queue in self._queues:
+                if queue and queue[0] in self._remaining:
+                    self._remaining[queue[0]] -= elapsed * self._core_rate
 
     def _reschedule(self) -> None:
-        """Computes each rank's rate and schedules the next completion."""
+        """Schedules the next moment at which a computation or a slice ends."""
         self._version += 1
-        if not self._remaining:
-            return
-        busy = Counter((rank - self._first_rank) % self._cores for rank in self._remaining)
-        core_rate = 1 / (1 + self._slowdown_per_core * (len(busy) - 1))
-        self._rates = {rank: core_rate / busy[(rank - self._first_rank) % self._cores] for rank in self._remaining}
-        wait = max(0.0, min(left / self._rates[rank] for rank, left in self._remaining.items()))
-        self._clock.deliver(self._clock.now + wait, -self._number - 1, self._version)
+        busy = [(core, queue) for core, queue in enumerate(self._queues) if queue]
+        self._core_rate = 1 / (1 + self._slowdown_per_core * (len(busy) - 1)) if busy else 1.0
+        now = self._clock.now
+        moments = [
+            now + self._remaining[queue[0]] / self._core_rate for _, queue in busy if queue[0] in self._remaining
+        ]
+        moments += [self._slice_ends[core] for core, queue in busy if len(queue) > 1 and queue[0] in self._remaining]
+        if moments:
+            self._clock.deliver(max(now, min(moments)), -self._number - 1, self._version)
 
 
 class Network:

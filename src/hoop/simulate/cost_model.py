@@ -48,8 +48,15 @@ class Machine:
     """Overhead of a step beside its instructions."""
     crowding: float = 1.0
     """How many times slower a core is while all cores of its host compute: they share caches and memory bandwidth."""
+    slice_s: float = 1.4e-3
+    """For how long a rank keeps its core while another one wants it: the time slice of the kernel's scheduler. 0: until
+    it waits."""
     byte_s: float | None = None
     """Sending or receiving, per byte; None: the cost of a copy."""
+    shard_s: float = 10e-6
+    """What a shard's gradient costs beside its computation."""
+    reduce_s: float = 40e-6
+    """Overhead of a gradient sum in shared memory beside its barriers, additions and copies, on each device."""
     agree_s: float = 180e-6
     """The vote on stopping after a step, on each rank, where no gradient sum carries it."""
     copy_at: Points = ()
@@ -71,7 +78,7 @@ class Machine:
 
 
 DEFAULT_MACHINE = Machine()
-FREE_MACHINE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, agree_s=0.0)
+FREE_MACHINE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, slice_s=0.0, shard_s=0.0, reduce_s=0.0, agree_s=0.0)
 """A machine without overheads: only the plan's computation costs time."""
 
 
@@ -168,6 +175,8 @@ class BlockCost:
     """Bytes of activations of a micro-batch, kept from its forward to its backward."""
     output: LinearCost = LinearCost()
     """Bytes of the output for a micro-batch."""
+    start_s: float = 0.0
+    """By how much its forward, or its backward, takes longer if other work than its neighbours ran before it."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +331,9 @@ def _block(data: Any, where: str) -> BlockCost:
     _check_object(data, where, BlockCost)
     values = dict(data)
     for name, value in data.items():
-        if name.endswith("_bytes"):
+        if name == "start_s":
+            values[name] = _number(value, f"{where}: {name}")
+        elif name.endswith("_bytes"):
             values[name] = _whole(value, f"{where}: {name}")
         elif name != "name":
             values[name] = _linear(value, f"{where}: {name}")

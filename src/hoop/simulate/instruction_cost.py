@@ -67,7 +67,8 @@ class InstructionCosts:
         """Costs of steps on a GPU, where the state stays there: data parallel."""
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
-        self._add_seconds = [machine.add(size) for size in self.gradient_bytes]
+        # Of two shards' gradients, which were written before other computations.
+        self._add_seconds = [machine.add(size, max(size, UNCACHED_BYTES)) for size in self.gradient_bytes]
         weights = [sum(one.weight_bytes for one in stage) for stage in stages]
         updated = [size / len(plan.holders[0]) for size in weights] if plan.sharded_update else weights
         outputs = [stage[-1].output.at(rows) for stage in stages]
@@ -85,13 +86,16 @@ class InstructionCosts:
             last = costs.loss.at(rows) if stage == plan.stages - 1 else 0.0
             if 0 < stage == plan.stages - 1:
                 last += costs.load.at(rows)  # the last stage loads the targets itself, and the inputs with them
-            backward = sum(one.backward.at(rows) for one in blocks)
+            # Between stages a computation follows a message; else shards are computed one right after the other.
+            start = sum(one.start_s for one in blocks) if plan.stages > 1 else 0.0
+            last += start
+            backward = start + sum(one.backward.at(rows) for one in blocks)
             first_half, second_half = _INPUT_SHARE * backward, (1 - _INPUT_SHARE) * backward
             self._seconds |= {
                 (InstructionKind.FORWARD, stage): base + sum(one.forward.at(rows) for one in blocks) + last,
-                (InstructionKind.BACKWARD, stage): base + backward,
+                (InstructionKind.BACKWARD, stage): base + machine.shard_s + backward,
                 (InstructionKind.BACKWARD_INPUT, stage): base + first_half,
-                (InstructionKind.BACKWARD_WEIGHT, stage): base + second_half,
+                (InstructionKind.BACKWARD_WEIGHT, stage): base + machine.shard_s + second_half,
                 (InstructionKind.REDUCE, stage): base,
                 (InstructionKind.UPDATE, stage): base + costs.update_fixed_s + costs.update_s * updated[stage],
             }
@@ -119,8 +123,8 @@ class InstructionCosts:
                 strict=True,
             )
         )
-        # A batched shard's gradient still has its own place in the sum, which costs an instruction.
-        self._batched_seconds[InstructionKind.BACKWARD] += base
+        # A batched shard's gradient still has its own place in the sum.
+        self._batched_seconds[InstructionKind.BACKWARD] += base + machine.shard_s
 
     def _add_server_costs(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
         """Costs of pushes, gives, and the servers' reductions and updates; each server has an equal slice."""
@@ -387,9 +391,7 @@ class ReductionCosts:
         n, total = len(self.ranks), self._num_elements * FLOAT_BYTES
         if self._gpu is not None:
             return (sum(self._partial_sums) - self._partial_sums[index]) * total * self._gpu.read_s
-        slice_, vector = total / n, max(total, UNCACHED_BYTES)
-        machine = self._machine
-        return (sum(self._partial_sums) - 1) * machine.add(slice_, vector) + (n - 1) * machine.copy(slice_, vector)
+        return self._machine.reduce_s + sum_and_copy_seconds(self._machine, n, sum(self._partial_sums), total)
 
     def bytes(self, index: int) -> float:
         """Bytes that a rank sends, or moves through other ranks' memory."""
@@ -460,6 +462,15 @@ class ReductionCosts:
         for number, ranks in self._ranks_on_host.items():
             host = self._cluster.hosts[number]
             yield -(-ranks // min(host.cores or host.devices, host.devices))
+
+
+def sum_and_copy_seconds(machine: Machine, ranks: int, partial_sums: int, size: float) -> float:
+    """Time in which one of the ranks adds its slice of all partial sums of ``size`` bytes, and copies it to the others.
+
+    The vectors were written by other cores.
+    """
+    slice_, vector = size / ranks, max(size, UNCACHED_BYTES)
+    return (partial_sums - 1) * machine.add(slice_, vector) + (ranks - 1) * machine.copy(slice_, vector)
 
 
 def _round_seconds(messages: int, outside: float, q: float, u: float, latency: float) -> float:

@@ -41,6 +41,8 @@ from hoop.simulate.result import RankAccount, TracedSpan
 
 SHM_BLOCK_BYTES = 64 * 1024
 """Ranks that share memory pass messages in blocks of this size."""
+SHM_RING_BYTES = 4 * SHM_BLOCK_BYTES
+"""Bytes of a message that its sender can write before the receiver begins to read."""
 _WAKE_UP = "awake"
 _REPLICA = "replicate"
 _STEP_END_KINDS = frozenset({InstructionKind.UPDATE, InstructionKind.PUSH})
@@ -118,6 +120,20 @@ class SimulationContext:
         return self._groups[ranks]
 
 
+@dataclass(frozen=True)
+class _Receiving:
+    """Key of a signal: the rank has begun to receive a message that does not fit into the ring of blocks."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Key of a signal: the rank has written the last byte of such a message."""
+
+    rank: int
+
+
 class SimulatedRank:
     """The process of one rank, and the account of its time."""
 
@@ -132,9 +148,17 @@ class SimulatedRank:
         self._last_served = -1
         self._replica_update_s = 0.0
         """Pending updates of the replicas that this rank holds; done when the rank would otherwise wait."""
+        self._unsent: list[tuple[int, float]] = []
+        """Messages of which a part waits for space in the ring: the receiver, and seconds to write that part. It is
+        written when this rank would otherwise wait, and before the rule ends."""
 
     def run(self) -> Process:
-        """The process that the clock runs: all spans of steps, one after the other."""
+        """The process that the clock runs: all spans of steps, one after the other.
+
+        The replicas that the rank holds lack the update of the step before the first one, as they do before every step.
+        """
+        if self._context.replication is not None:
+            self._replica_update_s = self._context.replication.update_seconds(self._rank)
         for steps in self._context.span_lengths:
             replication, gpu = self._context.replication, self._context.instruction_costs.gpu
             if gpu is not None:  # the host's part: the GPU is free for other devices
@@ -171,9 +195,12 @@ class SimulatedRank:
                     yield deferred
                     deferred = 0.0
                 elif rule.finished:
+                    yield from self._write_unsent()
                     return
                 elif inbox:
                     rule.on_message(self._take_message())
+                elif self._writable():
+                    yield from self._write_rest()
                 elif self._replica_update_s:
                     yield from self._update_replicas()
                 else:
@@ -183,15 +210,16 @@ class SimulatedRank:
                 continue
             if self._outages and clock.now >= self._outages[0].at:
                 yield from self._sit_out_outage()
-            started, kind = clock.now, one.kind
+            started, waited, kind = clock.now, 0.0, one.kind
             seconds = costs.seconds(rank, one)
             sends = kind in SENDS
-            size = costs.message_bytes(rank, one) if sends else 0.0
+            size = costs.message_bytes(rank, one) if one.peer >= 0 else 0.0
+            in_turns = size > SHM_RING_BYTES and self._context.network.shares_memory(rank, one.peer)
             overlap = self._overlap_seconds(one.peer, size) if sends else 0.0
             category = "recv" if kind in RECEIVES else CATEGORY[kind]
             if defer:
                 self._seconds[SHARE[category]] += seconds / speed
-                if kind not in _VISIBLE_KINDS:
+                if kind not in _VISIBLE_KINDS and not in_turns:
                     deferred += seconds
                     continue
             if (
@@ -201,13 +229,23 @@ class SimulatedRank:
                 yield deferred + seconds
                 yield from self._reduce(reduction)
             else:
+                if in_turns and not sends:
+                    clock.deliver(clock.now, one.peer, _Receiving(rank))
                 yield (deferred + (seconds if self._random is None else seconds * self._slowdown(kind)) - overlap)
                 if sends:
                     self._send(one.peer, one.counterpart(rank), size)
+                    if in_turns:
+                        rest = self._machine.message(size) - self._machine.message(SHM_RING_BYTES)
+                        self._unsent.append((one.peer, rest))
+                        overlap -= rest
                     if overlap and not defer:
                         yield overlap
+                elif in_turns:
+                    others = sum(self._seconds.values())
+                    yield from self._wait_signal(_Sent(one.peer))
+                    waited = sum(self._seconds.values()) - others
                 if not defer:
-                    self._seconds[SHARE[category]] += clock.now - started
+                    self._seconds[SHARE[category]] += clock.now - started - waited
                 if trace:
                     account.spans.append(TracedSpan(one, category, started, clock.now - started))
             deferred = overlap if defer else 0.0
@@ -256,6 +294,34 @@ class SimulatedRank:
             return 0.0
         return self._machine.message(size) - self._machine.message(SHM_BLOCK_BYTES)
 
+    # ---- messages that do not fit into the ring of blocks: the sender needs its core once more, for the rest
+
+    def _writable(self) -> bool:
+        """Whether the receiver of an unsent part reads."""
+        signals = self._clock.signals[self._rank]
+        return any(signals[_Receiving(receiver)] for receiver, _ in self._unsent)
+
+    def _write_rest(self) -> Process:
+        """Writes the rest of the first message whose receiver reads."""
+        signals, started = self._clock.signals[self._rank], self._clock.now
+        found = next(one for one in self._unsent if signals[_Receiving(one[0])])
+        self._unsent.remove(found)
+        receiver, seconds = found
+        signals[_Receiving(receiver)] -= 1
+        yield seconds
+        self._clock.deliver(self._clock.now, receiver, _Sent(self._rank))
+        self._record("write", "send", started)
+
+    def _write_unsent(self) -> Process:
+        """Writes the rest of all messages, and waits for their receivers."""
+        while self._unsent:
+            if self._writable():
+                yield from self._write_rest()
+            else:
+                started = self._clock.now
+                yield None
+                self._record("wait", "wait", started)
+
     def _record(self, name: str, category: str, started: float) -> None:
         duration = self._clock.now - started
         self._seconds[SHARE[category]] += duration
@@ -267,10 +333,12 @@ class SimulatedRank:
     def _wait_signal(self, key: object) -> Process:
         """Waits for one signal with this key and consumes it."""
         signals = self._clock.signals[self._rank]
-        if not signals[key]:
+        while not signals[key]:
+            if self._writable():
+                yield from self._write_rest()
+                continue
             started = self._clock.now
-            while not signals[key]:
-                yield None
+            yield None
             self._seconds[IDLE] += self._clock.now - started
         signals[key] -= 1
 

@@ -59,7 +59,7 @@ def simulate(
     max_messages: int = MAX_EXECUTED_MESSAGES,
     replicate: bool = False,
     replicas: int = 1,
-    assumed_speeds: Sequence[float] | None = None,
+    plan: Plan | None = None,
 ) -> SimulationResult:
     """Step time, idle time, traffic and memory of a strategy on a cluster; raises if the model does not fit.
 
@@ -72,7 +72,7 @@ def simulate(
     max_messages: reductions with more messages use their closed-form time.
     replicate: whether ranks replicate their part of the model, as the engine does.
     replicas: replicas of each part.
-    assumed_speeds: device speeds by which shards are assigned; None: the cluster's speeds.
+    plan: one of the strategy, with shards where a load balancer has moved them; None: by the devices' speeds.
     """
     check_replicas(replicas, cluster.size, replicate)
     if costs.gpu is not None:
@@ -80,7 +80,8 @@ def simulate(
     steps = steps or (1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES)
     speeds = cluster.speeds
     uneven = len(set(speeds)) > 1
-    plan = strategy.plan(cluster.size, num_microbatches, assumed_speeds or (speeds if uneven else None))
+    if plan is None:
+        plan = strategy.plan(cluster.size, num_microbatches, speeds if uneven else None)
     fitted = fit(
         strategy,
         plan,
@@ -145,7 +146,7 @@ class Simulation:
     ) -> None:
         self._strategy, self._plan, self._fit, self._costs = strategy, plan, fitted, costs
         self._steps = options.steps
-        clock = Clock(cluster, costs.machine.crowding)
+        clock = Clock(cluster, costs.machine)
         fixed_lists = all(strategy.rule(plan, rank) is None for rank in (0, plan.size - 1))
         span = 1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES
         instruction_costs = InstructionCosts(

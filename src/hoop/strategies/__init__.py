@@ -4,5 +4,15 @@ A strategy runs nothing.
 May import: plan.
 """
 
-PUBLIC = ("base", "catalog", "data_parallel", "hybrid", "memory_fit", "parameter_server", "pipeline", "ring")
+PUBLIC = (
+    "balancing",
+    "base",
+    "catalog",
+    "data_parallel",
+    "hybrid",
+    "memory_fit",
+    "parameter_server",
+    "pipeline",
+    "ring",
+)
 """Modules that other rooms may import."""

@@ -41,6 +41,16 @@ def test_on_one_host_gradients_are_read_in_place_and_replicas_updated_while_wait
     assert memory == [30 + 10] * 4
 
 
+def test_a_replica_is_updated_in_every_step_though_its_holder_never_waits() -> None:
+    """Of two devices with a sharded update each updates its half, and that of the other one."""
+    costs = replace(COSTS, machine=FREE_MACHINE)
+    found = [
+        simulate(parse("data:sharded"), costs, Cluster.even(2, 2), num_microbatches=4, replicate=replicate).step_seconds
+        for replicate in (False, True)
+    ]
+    assert found[1] - found[0] == pytest.approx(40 * 0.1 / 2)
+
+
 def test_between_hosts_gradients_are_sent() -> None:
     one_host, four_hosts = (replica_cost("pipeline:gpipe", 4, hosts)[0] for hosts in (1, 4))
     assert one_host - four_hosts == pytest.approx((6 + 16) - (7 + 7))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hoop.cli.commands import command_line
 from hoop.errors import InvalidArgument
-from hoop.simulate.cost_model import Costs, Machine
+from hoop.simulate.cost_model import FREE_MACHINE, Costs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -116,7 +116,7 @@ def test_a_wrong_number_of_replicas_is_refused(command: str, options: list[str],
 
 def test_simulate_reads_a_costs_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(Costs.uniform(4, 1.0, 2.0, machine=Machine(0, 0, 0, 0, 0, 0)).to_json())
+    path.write_text(Costs.uniform(4, 1.0, 2.0, machine=FREE_MACHINE).to_json())
     printed = json.loads(
         run_cli(
             "simulate",
