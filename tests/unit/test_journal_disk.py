@@ -47,7 +47,7 @@ def test_a_call_of_a_lost_device_says_so() -> None:
 
         async def fail(request: pb.DescribeRequest, timeout: float) -> pb.DescribeResponse:
             metadata = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "connection refused")
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "connection refused", None)
 
         method: Any = fail
         for _ in range(CALLS):
