@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bokeh.layouts import column, row
-from bokeh.models import FactorRange, LayoutDOM, Select, Span
+from bokeh.models import FactorRange, LayoutDOM, Select
 
 from hoop.dashboard.job_view import JobView
+from hoop.dashboard.live_chart import Line, chart_block, curves_html
 from hoop.dashboard.palette import BLUE, CYCLE, GREEN, GREY, ORANGE, RED
 from hoop.dashboard.parts import (
     Source,
@@ -28,6 +29,8 @@ from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceView
 from hoop.dashboard.work_panel import WorkPanel, ranges_text
 
+CHART_WIDTH = 340
+"""Charts are at least that wide, in pixels, and two of them side by side if there is room."""
 CURVES_S = 2.0
 """How often the curves are drawn. The text above them has the newest loss and speed with every update."""
 NEWEST = "newest"
@@ -93,6 +96,26 @@ def shard_rows(job: JobView, workers: Sequence[DeviceView]) -> list[dict[str, An
     ]
 
 
+def curves(job: JobView) -> dict[str, str]:
+    """The charts of a job by step, as HTML, by name."""
+    scale = job.batch_size or 1
+    predicted = 1e3 * job.predicted_step_seconds if job.predicted_step_seconds else None
+    losses = [
+        Line(job.loss.x, job.loss.y, BLUE, "training"),
+        Line(job.test_loss.x, job.test_loss.y, ORANGE, "test", width=3),
+    ]
+    speed = Line(job.speed.x, [scale * one for one in job.speed.y], BLUE)
+    step = Line(job.step_seconds.x, [1e3 * one for one in job.step_seconds.y], BLUE)
+    title = "Milliseconds of a step" + (" (dashed: predicted)" if predicted else "")
+    accuracy = Line(job.accuracy.x, job.accuracy.y, GREEN)
+    return {
+        "loss": curves_html("Loss by step", losses, lambda one: f"{one:.4g}", unit="loss"),
+        "accuracy": curves_html("Accuracy by step", [accuracy], lambda one: f"{one:.4g}", unit="accuracy"),
+        "speed": curves_html("Samples a second by step", [speed], lambda one: f"{one:,.0f}", unit="samples a second"),
+        "step-seconds": curves_html(title, [step], lambda one: f"{one:.4g}", predicted, unit="ms"),
+    }
+
+
 class JobTab:
     """The tab of one browser."""
 
@@ -111,23 +134,20 @@ class JobTab:
             stylesheets=[input_style()],
         )
         self._head = text_block("job-text")
-        names = ("loss", "test-loss", "accuracy", "speed", "step-seconds")
-        curves = [Source(name, "x", "y", updates=updates) for name in names]
-        self._loss, self._test, self._accuracy, self._speed, self._step = curves
+        names = ("loss", "accuracy", "speed", "step-seconds")
+        self._curves = {name: chart_block(name, CHART_WIDTH) for name in names}
         self._shards = Source("shards", "rank", "shards", "which", "colour", "note")
         self._splits = Source("splits", "rank", "compute", "communicate", "idle", "sent")
         self._checkpoints = Source("checkpoints", "step", "parts", "bytes", "kind", "time")
         self._shard_ranks, self._split_ranks = FactorRange(), FactorRange()
-        self._predicted = Span(
-            location=0, dimension="width", line_color=RED, line_dash="dashed", line_width=2, visible=False
-        )
         self._work = WorkPanel(updates)
+        blocks = list(self._curves.values())
         self.layout: LayoutDOM = column(
             self._choice,
             self._head,
             self._work.layout,
-            row(*self._draw_curves(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
-            row(*self._draw_speeds(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
+            row(*blocks[:2], sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
+            row(*blocks[2:], sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
             row(*self._draw_ranks(), sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}),
             table(
                 self._checkpoints,
@@ -143,26 +163,6 @@ class JobTab:
             ),
             sizing_mode="stretch_width",
         )
-
-    def _draw_curves(self) -> list[Any]:
-        loss = chart("Loss by step", hover=[("step", "@x{0}"), ("loss", "@y{0.0000}")], min_width=340)
-        loss.line("x", "y", source=self._loss.model, color=BLUE, line_width=2, legend_label="training")
-        loss.scatter("x", "y", source=self._test.model, color=ORANGE, size=9, marker="diamond", legend_label="test")
-        loss.legend.click_policy = "hide"
-        accuracy = chart("Accuracy by step", hover=[("step", "@x{0}"), ("accuracy", "@y{0.00%}")], min_width=340)
-        accuracy.line("x", "y", source=self._accuracy.model, color=GREEN, line_width=2)
-        accuracy.scatter("x", "y", source=self._accuracy.model, color=GREEN, size=7, marker="square")
-        return [loss, accuracy]
-
-    def _draw_speeds(self) -> list[Any]:
-        hover = [("step", "@x{0}"), ("samples a second", "@y{0,0}")]
-        speed = chart("Samples a second by step", hover=hover, min_width=340)
-        speed.line("x", "y", source=self._speed.model, color=BLUE, line_width=2)
-        hover = [("step", "@x{0}"), ("milliseconds", "@y{0.00}")]
-        step = chart("Milliseconds of a step (dashed: predicted)", hover=hover, min_width=340)
-        step.line("x", "y", source=self._step.model, color=BLUE, line_width=2)
-        step.add_layout(self._predicted)
-        return [speed, step]
 
     def _draw_ranks(self) -> list[Any]:
         hover = [("rank", "@rank"), ("shards", "@shards"), ("which", "@which"), ("", "@note")]
@@ -205,15 +205,8 @@ class JobTab:
             self._show_curves(job)
 
     def _show_curves(self, job: JobView) -> None:
-        for source, curve in ((self._loss, job.loss), (self._test, job.test_loss), (self._accuracy, job.accuracy)):
-            source.show_columns({"x": list(curve.x), "y": list(curve.y)})
-        scale = job.batch_size or 1
-        self._speed.show_columns({"x": list(job.speed.x), "y": [scale * one for one in job.speed.y]})
-        self._step.show_columns({"x": list(job.step_seconds.x), "y": [1e3 * one for one in job.step_seconds.y]})
-        if self._predicted.visible != bool(job.predicted_step_seconds):
-            self._predicted.visible = bool(job.predicted_step_seconds)
-        if job.predicted_step_seconds and self._predicted.location != 1e3 * job.predicted_step_seconds:
-            self._predicted.location = 1e3 * job.predicted_step_seconds
+        for name, text in curves(job).items():
+            self._updates.change_text(self._curves[name], text)
 
     def _show_text(self, job: JobView) -> None:
         title = f"Job {job.id}: {job.name}"

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bokeh.layouts import column
-from bokeh.models import FactorRange, LayoutDOM, Span
+from bokeh.models import LayoutDOM
 
 from hoop.dashboard.activity_view import PARTS
 from hoop.dashboard.job_view import JobView
-from hoop.dashboard.palette import PART_COLOURS, RED
-from hoop.dashboard.parts import Source, bytes_text, chart, seconds_text, set_factors, table
+from hoop.dashboard.live_chart import bars_html, chart_block
+from hoop.dashboard.palette import PART_COLOURS
+from hoop.dashboard.parts import Source, bytes_text, seconds_text, table
 from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import DeviceView
 
 MAX_BARS = 64
 """Devices whose time is drawn; the table has all."""
-BAR_PX = 24
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -35,14 +35,13 @@ def bar_name(device: DeviceView) -> str:
     return f"device {device.id} (rank {device.rank})"
 
 
-def bar_rows(devices: Sequence[DeviceView]) -> list[dict[str, Any]]:
+def bar_rows(devices: Sequence[DeviceView]) -> list[tuple[str, dict[str, float]]]:
     """Milliseconds of a step by part, for each device that has ended a step lately."""
     rows = []
     for one in devices:
         split = one.activity.figures.split if one.activity is not None else {}
         if split:
-            parts = {part: 1e3 * split[part] for part in PARTS}
-            rows.append({"device": bar_name(one), **parts, "whole": sum(parts.values())})
+            rows.append((bar_name(one), {part: 1e3 * split[part] for part in PARTS}))
     return rows
 
 
@@ -76,16 +75,12 @@ class WorkPanel:
     """The panel of one browser."""
 
     def __init__(self, updates: PageUpdates) -> None:
-        self._bars = Source("work", "device", *PARTS, "whole", updates=updates)
+        self._updates = updates
+        self._bars = chart_block("work")
         columns = ("rank", "device", "shards", "stages", "step", "compute", "communicate", "idle", "sends", "note")
         self._table = Source("workers", *columns, updates=updates)
-        self._devices = FactorRange()
-        self._predicted = Span(
-            location=0, dimension="height", line_color=RED, line_dash="dashed", line_width=2, visible=False
-        )
-        self._chart = self._draw()
         self.layout: LayoutDOM = column(
-            self._chart,
+            self._bars,
             table(
                 self._table,
                 "worker-table",
@@ -106,36 +101,10 @@ class WorkPanel:
             sizing_mode="stretch_width",
         )
 
-    def _draw(self) -> Any:
-        hover = [("device", "@device"), ("step", "@whole{0.00} ms")]
-        hover += [(part, f"@{part}{{0.00}} ms") for part in PARTS]
-        plot = chart(
-            "A step now, in ms (dashed: predicted)",
-            hover=hover,
-            tools="xwheel_zoom,xpan,reset,save",
-            y_range=self._devices,
-        )
-        plot.hbar_stack(
-            list(PARTS), y="device", height=0.7, source=self._bars.model, color=[PART_COLOURS[one] for one in PARTS],
-            legend_label=list(PARTS), line_color="#ffffff", line_width=0.5,
-        )  # fmt: skip
-        plot.x_range.start = 0
-        legend = plot.legend[0]
-        legend.orientation, legend.ncols, legend.location = "horizontal", 4, "left"
-        legend.label_text_font_size, legend.spacing, legend.padding = "12px", 6, 4
-        plot.add_layout(legend, "above")
-        plot.add_layout(self._predicted)
-        return plot
-
     def update(self, job: JobView, devices: Sequence[DeviceView]) -> None:
         """Shows the devices that do steps of the job, by rank."""
-        rows = bar_rows(devices[:MAX_BARS])
-        if set_factors(self._devices, [row["device"] for row in reversed(rows)]):
-            self._chart.height = 170 + BAR_PX * max(2, len(rows))
-        self._bars.show(rows)
+        predicted = 1e3 * job.predicted_step_seconds if job.predicted_step_seconds else None
+        title = "A step now, in ms" + (" (dashed: predicted)" if predicted else "")
+        bars = bars_html(title, bar_rows(devices[:MAX_BARS]), PART_COLOURS, "ms", predicted)
+        self._updates.change_text(self._bars, bars)
         self._table.show(table_rows(job, devices))
-        predicted = job.predicted_step_seconds
-        if self._predicted.visible != bool(predicted):
-            self._predicted.visible = bool(predicted)
-        if predicted and self._predicted.location != 1e3 * predicted:
-            self._predicted.location = 1e3 * predicted

@@ -36,8 +36,8 @@ def test_ranges() -> None:
 def test_the_bars_and_the_table_have_each_devices_step() -> None:
     job = JobView(1, status="running", stragglers=((1, 2.5),))
     devices = [worker(7, 0, sends=4096), worker(8, 1)]
-    first, _ = bar_rows(devices)
-    assert first["device"] == "device 7 (rank 0)"
+    (name, first), _ = bar_rows(devices)
+    assert name == "device 7 (rank 0)"
     assert {part: round(first[part]) for part in PARTS} == {
         "load": 0, "forward": 50, "backward": 0, "communicate": 0, "update": 0, "idle": 100, "other": 50,
     }  # fmt: skip
@@ -71,11 +71,13 @@ def test_without_activity_the_shards_are_those_of_the_balancer() -> None:
 def test_the_panel_shows_the_prediction_and_one_bar_a_device() -> None:
     panel = WorkPanel(PageUpdates())
     panel.update(JobView(1, predicted_step_seconds=0.15), [worker(7, 0), worker(8, 1)])
-    assert panel._predicted.visible
-    assert panel._predicted.location == 150
-    assert panel._devices.factors == ["device 8 (rank 1)", "device 7 (rank 0)"]
+    text = panel._bars.text
+    assert text.count('class="bar"') == 2
+    assert text.index("device 7 (rank 0)") < text.index("device 8 (rank 1)")
+    assert 'title="forward 50.00 ms"' in text
+    assert 'class="predicted" style="left:71.4%"' in text, "150 of 210 ms"
     panel.update(JobView(1), [worker(7, 0)])
-    assert not panel._predicted.visible
+    assert "predicted" not in panel._bars.text
 
 
 def test_links_over_tcp_are_drawn_and_listed_with_their_bytes_a_second() -> None:
