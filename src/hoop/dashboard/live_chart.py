@@ -21,6 +21,10 @@ GRID = 1000
 """Coordinates of a drawing go from 0 to this, in both directions."""
 TICKS = 4
 """About how many lines of a grid there are."""
+HEADROOM = 1.1
+"""A chart that is full gets this many times as long: until then its old points stay where they are."""
+PIECE = 40
+"""A line is drawn in pieces of this many points: the browser draws only those that have changed."""
 _STYLE = """
 :host { color: var(--hoop-text); font: 12px/1.4 system-ui, sans-serif; contain: content; }
 .bk-clearfix { display: block !important; }
@@ -67,38 +71,44 @@ def chart_block(name: str, min_width: int = 0) -> Div:
     )
 
 
-def ticks(low: float, high: float, most: int = TICKS, least: float = 0.0) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about ``most`` of them, which differ by ``least`` or more."""
-    span = high - low
-    if not (math.isfinite(span) and span > 0):
+def ticks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Round numbers from ``low`` to ``high``, about ``TICKS`` of them, which differ by ``least`` or more."""
+    if not (math.isfinite(high - low) and high > low):
         return [low] if math.isfinite(low) else []
-    rough = max(span / most, least)
+    step = _step(high - low, least)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [step * at for at in range(first, last + 1)]
+
+
+def _step(span: float, least: float = 0.0) -> float:
+    """A round number of which about ``TICKS`` are in ``span``."""
+    rough = max(span / TICKS, least)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * one for one in (1, 2, 5, 10) if power * one >= 0.999 * rough)
-    first = math.ceil(low / step - 1e-9)
-    return [step * at for at in range(first, first + 2 * most + 2) if step * at <= high + 1e-9 * span]
+    return next(power * one for one in (1, 2, 5, 10) if power * one >= 0.999 * rough)
 
 
 def curves_html(
     title: str, lines: Sequence[Line], y_text: Callable[[float], str], level: float | None = None, unit: str = ""
 ) -> str:
     """Lines by step. ``y_text`` writes a value; ``level`` is a dashed line at a value; ``unit`` is for the pointer."""
-    xs = [x for line in lines for x in (line.x[0], line.x[-1]) if line.x] if any(line.x for line in lines) else [0, 1]
+    xs = [x for line in lines if line.x for x in (line.x[0], line.x[-1])] or [0.0, 1.0]
     ys = [y for line in lines for y in line.y] or [0.0, 1.0]
     if level is not None:
         ys.append(level)
-    x0, x1 = _widened(min(xs), max(xs), 0.0)
-    y0, y1 = _widened(min(ys), max(ys), 0.05)
+    x0, x1 = min(xs), _end(min(xs), max(xs))
+    y0, y1 = _rounded(min(ys), max(ys))
     x_scale, y_scale = GRID / (x1 - x0), GRID / (y1 - y0)
     x_ticks, y_ticks = ticks(x0, x1, least=1.0), ticks(y0, y1)
     grid = "".join(f"M{x_scale * (one - x0):.0f} 0V{GRID}" for one in x_ticks)
-    grid += "".join(f"M0 {GRID - y_scale * (one - y0):.0f}H{GRID}" for one in y_ticks)
-    drawn = [f'<path class="grid" d="{grid}"></path>']
+    grid += "".join(f"M0 {y_scale * (y1 - one):.0f}H{GRID}" for one in y_ticks)
+    at_level = f"M0 {y_scale * (y1 - level):.0f}H{GRID}" if level is not None else ""
+    drawn = [f'<path class="grid" d="{grid}"></path><path class="level" d="{at_level}"></path>']
     for line in lines:
-        places = " ".join(map("{},{}".format, _places(line.x, x0, x_scale), _places(line.y, y1, -y_scale)))
-        drawn.append(f'<polyline points="{places}" stroke="{line.colour}" stroke-width="{line.width}"></polyline>')
-    if level is not None:
-        drawn.append(f'<path class="level" d="M0 {GRID - y_scale * (level - y0):.0f}H{GRID}"></path>')
+        points = list(map("{},{}".format, _places(line.x, x0, x_scale), _places(line.y, y1, -y_scale)))
+        pieces = [points[first : first + PIECE + 1] for first in range(0, max(1, len(points) - 1), PIECE)]
+        drawn.append(f'<g fill="none" stroke="{line.colour}" stroke-width="{line.width}">')
+        drawn += [f'<polyline points="{" ".join(piece)}"></polyline>' for piece in pieces]
+        drawn.append("</g>")
     names = [(line.name, line.colour) for line in lines if line.name]
     labels = [
         f'<span class="y" style="top:{100 - 100 * (one - y0) / (y1 - y0):.1f}%">{html.escape(y_text(one))}</span>'
@@ -153,8 +163,15 @@ def _places(values: Sequence[float], origin: float, scale: float) -> list[int]:
     return found
 
 
-def _widened(low: float, high: float, margin: float) -> tuple[float, float]:
-    """The range with a margin, a share of it; never empty."""
+def _end(first: float, last: float) -> float:
+    """Where a chart of steps ends: at ``last`` or up to a tenth later, and for a while at the same step."""
+    return first + HEADROOM ** math.ceil(math.log(max(1.0, last - first), HEADROOM) - 1e-9)
+
+
+def _rounded(low: float, high: float) -> tuple[float, float]:
+    """The range between round numbers: it stays while new values are in it."""
     if not high > low:
-        return low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    return low - margin * (high - low), high + margin * (high - low)
+        margin = abs(low) / 2 or 0.5
+        low, high = low - margin, high + margin
+    step = _step(high - low)
+    return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)

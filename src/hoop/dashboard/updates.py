@@ -83,8 +83,11 @@ function show_text(element, html) {
 
 function change_children(before, after) {
   const children = [...before.childNodes], fresh = [...after.childNodes]
-  if (children.length != fresh.length) before.replaceChildren(...fresh)
-  else for (const [at, child] of children.entries()) change(child, fresh[at])
+  for (const [at, child] of children.entries()) {
+    if (at < fresh.length) change(child, fresh[at])
+    else child.remove()
+  }
+  before.append(...fresh.slice(children.length))
 }
 
 function change(before, after) {
@@ -103,9 +106,9 @@ function change(before, after) {
 
 function show_value(event, label) {
   const plot = event.composedPath().find((one) => one.classList?.contains("plot"))
-  const lines = plot == null ? [] : [...plot.querySelectorAll("polyline")]
+  const lines = plot == null ? [] : [...plot.querySelectorAll("g")]
   const {left, width} = plot?.getBoundingClientRect() ?? {}, at = 1000 * (event.clientX - left) / width
-  const found = lines.map((line) => nearest(line.getAttribute("points"), at)).filter((point) => point != null)
+  const found = lines.map((line) => nearest(line.children, at)).filter((point) => point != null)
   label.hidden = found.length == 0
   if (label.hidden) return
   const {x0, x1, y0, y1, unit} = plot.dataset
@@ -116,8 +119,9 @@ function show_value(event, label) {
   label.style.top = `${event.clientY + 12}px`
 }
 
-function nearest(points, at) {
-  const found = points.split(" ").filter(Boolean).map((point) => point.split(",").map(Number))
+function nearest(pieces, at) {
+  const points = [...pieces].flatMap((piece) => piece.getAttribute("points").split(" ").filter(Boolean))
+  const found = points.map((point) => point.split(",").map(Number))
   return found.reduce((best, one) => best && Math.abs(best[0] - at) < Math.abs(one[0] - at) ? best : one, null)
 }
 
