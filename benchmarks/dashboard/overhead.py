@@ -1,33 +1,40 @@
-"""What an open dashboard costs a training run: the same job without and with a page in a browser, in turns.
+"""What an open dashboard costs a training run: the step times of one run, while the page works and while it is stopped.
 
-    python benchmarks/dashboard/overhead.py
-    python benchmarks/dashboard/overhead.py --turns 3 --epochs 200 --json
+    python benchmarks/dashboard/overhead.py --tab cluster
+    python benchmarks/dashboard/overhead.py --tab job --pairs 8 --window 8 --keep pairs.jsonl
 
-Each turn trains ``hoop train mnist --devices 2`` as often as there are kinds: without a dashboard, with one that no
-browser has opened, and with one that headless Chromium shows. The figures of a run are the mean and the median time of
-a step after the first minute; the overhead is the median, over the turns, of the difference from the run without a
-dashboard in the same turn, so that a bad run or a slow drift of the machine does not decide it.
+It runs ``hoop train mnist --devices 2 --dashboard`` with the page open in headless Chromium on the same machine, which
+takes processor time there that a user's own machine would give. After ``SETTLE_S`` seconds, in which Chromium and V8
+finish what they do after a start, windows alternate (stopped, open, open, stopped, …), so that a slow drift of the
+machine is in both kinds alike: two runs differ by far more than a dashboard costs.
 
-Chromium runs on the same machine, and takes processor time there that a user's own machine would give: with
-``--browser-nice 19`` little that the devices need. It is started once, before all runs, and shows a blank page but for
-the runs with an open one: it works for 40 s after its start whatever it shows, then, with a blank page, for 0.03 ms a
-second. A page is opened when the dashboard is served; to load it takes 10 s on two busy cores, and V8 tidies up half a
-minute later, once: both are in the first minute.
+In a stopped window the server of the dashboard and all processes of Chromium are stopped (SIGSTOP): nothing of them
+takes processor time. A hidden page, or one that is closed, would leave the server's polls in the windows without a
+dashboard. SIGCONT continues them. Then the server takes the events of the meantime and sends an update, and Chromium
+draws it: a dashboard that is always open does this work too, so it counts as open, from the signal on. The first
+``GUARD_S`` seconds after a SIGSTOP are in no window: steps recover from what the dashboard did before. The coordinator
+goes on to send the events of the job to the server's socket, two messages a second at most, in both kinds of windows.
 
-The processor times are those after it too, in milliseconds a second: of the dashboard's server, of Chromium,
-and of the run's other processes than the devices (coordinator and command), which answer the dashboard.
+The job's events have the seconds of each step (``mean`` and ``median``, without evaluations) and the number of steps
+done at a time, from which follows the time by step with all that is between steps (``whole``). The overhead of a pair
+of windows is the open one's time divided by that of the stopped one, minus 1; the result is the median of all pairs
+with the 95 % interval of 10,000 bootstrap samples of them. ``--keep`` appends the pairs to a file, and the result is of
+all pairs in the file with the same tab: a long measurement can be divided into short ones.
+
+The processor times of the open and of the stopped windows are in milliseconds a second: of the dashboard's server, of
+Chromium, and of the run's other processes than the devices (coordinator and command), which answer the dashboard.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,21 +42,34 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-KINDS = ("none", "served", "open")
-LABELS = {"none": "no dashboard", "served": "a dashboard, no browser", "open": "a dashboard, open in Chromium"}
-RUN_S = 1800.0
-SAMPLE_S = 4.0
-"""Between two readings of processor times."""
-CPU_PARTS = {"server": "server", "chromium": "Chromium", "coordinator": "coordinator"}
-"""Parts whose processor time is measured, and their titles."""
-QUIET_S = 60.0
-"""How long Chromium is left alone after its start."""
+import numpy as np
+
+import hoop
+from hoop import job_events as ev
+
+DEVICES = 2
+TABS = ("cluster", "job", "timeline")
+FIGURES = ("mean", "median", "whole")
+PARTS = ("server", "chromium", "coordinator")
+"""Whose processor time is measured; ``coordinator``: the command too."""
+SETTLE_S = 75.0
+"""Between the start of Chromium and of the run, and the first window. Chromium works for 40 s after its start, and V8
+tidies up half a minute after the page was loaded."""
+GUARD_S = 0.5
+START_S = 60.0
+END_S = 30.0
+CHROMIUM = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1280,900"),
+    *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
+    "--disable-sync",
+)
+SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ class Process:
 
     parent: int
     part: str
-    """Of ``CPU_PARTS``; of any other process ``coordinator``."""
+    """Of ``PARTS``; of any other process ``coordinator``."""
     seconds: float
     """Processor time so far."""
 
@@ -78,7 +98,7 @@ def processes() -> dict[int, Process]:
     return found
 
 
-def descendants(all_processes: dict[int, Process], roots: list[int]) -> set[int]:
+def descendants(all_processes: dict[int, Process], roots: Sequence[int]) -> set[int]:
     """The processes with these numbers, their children, and so on."""
     children = defaultdict(list)
     for number, one in all_processes.items():
@@ -87,224 +107,277 @@ def descendants(all_processes: dict[int, Process], roots: list[int]) -> set[int]
     while ahead:
         found.add(number := ahead.pop())
         ahead += children[number]
-    return found
-
-
-class ProcessorTimes:
-    """Reads the processor times of a run and of the browser while the run lasts."""
-
-    def __init__(self, roots: list[int], devices: int) -> None:
-        """``roots``: the processes that started the others. ``devices``: how many of them are devices."""
-        self._roots, self._devices = roots, devices
-        self._samples = [(time.time(), processes())]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-
-    def __enter__(self) -> ProcessorTimes:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _read(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
-            self._samples.append((time.time(), processes()))
-
-    def shares(self, begin: float, end: float) -> dict[str, float]:
-        """Milliseconds a second between two times, by part; 0 if too few readings lie between them."""
-        inside = [one for one in self._samples if begin <= one[0] <= end - SAMPLE_S]  # the last may be after its end
-        found = dict.fromkeys(CPU_PARTS, 0.0)
-        if len(inside) < 2:
-            return found
-        (first, before), (last, after) = inside[0], inside[-1]
-        taken = {
-            number: 1e3 * (after[number].seconds - (before[number].seconds if number in before else 0)) / (last - first)
-            for number in descendants(after, self._roots) & after.keys()
-        }
-        busiest = sorted((one for one in taken if after[one].part == "coordinator"), key=lambda one: -taken[one])
-        for number in taken.keys() - set(busiest[: self._devices]):
-            found[after[number].part] += taken[number]
-        return found
-
-
-class Browser:
-    """Headless Chromium, which shows a blank page, or one that is opened by ``page``."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.process, self._port = process, port
-
-    @contextlib.contextmanager
-    def page(self, url: str) -> Iterator[None]:
-        """Shows a page in a new tab, and closes it."""
-        tab = self._ask("PUT", f"new?{url}")
-        try:
-            yield
-        finally:
-            self._ask("GET", f"close/{json.loads(tab)['id']}")
-
-    def _ask(self, method: str, path: str) -> bytes:
-        connection = HTTPConnection("127.0.0.1", self._port, timeout=60)
-        try:
-            connection.request(method, f"/json/{path}")
-            return connection.getresponse().read()
-        finally:
-            connection.close()
+    return found & all_processes.keys()
 
 
 @contextlib.contextmanager
-def browser(niceness: int) -> Iterator[Browser]:
-    """Headless Chromium with this niceness, once it does nothing any more."""
-    chromium = shutil.which("chromium")
-    assert chromium is not None, "checked at the start"
+def chromium() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Headless Chromium with a blank page: its process and the port of its developer tools."""
+    program = shutil.which("chromium")
+    assert program is not None, "checked at the start"
     with tempfile.TemporaryDirectory(prefix="hoop-chromium-", ignore_cleanup_errors=True) as profile:
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-        options += ["--remote-debugging-port=0", "--window-size=1280,900"]
-        command = ["nice", "-n", str(niceness), chromium, *options, "about:blank"]
+        command = [program, *CHROMIUM, f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            time.sleep(QUIET_S)
-            port = Path(profile, "DevToolsActivePort").read_text().split()[0]
-            yield Browser(process, int(port))
+            written = Path(profile, "DevToolsActivePort")
+            wait_for(lambda: written.exists() and "\n" in written.read_text(), "Chromium's port")
+            yield process, int(written.read_text().split()[0])
         finally:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run after its first minute."""
+def show_page(port: int, url: str) -> None:
+    """Opens a tab of Chromium with this address."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=START_S)
+    try:
+        connection.request("PUT", f"/json/new?{url}")
+        connection.getresponse().read()
+    finally:
+        connection.close()
 
-    steps: list[float]
-    """Milliseconds of each step."""
+
+def wait_for(look: Any, what: str) -> Any:
+    """What ``look`` returns, once it is true."""
+    until = time.monotonic() + START_S
+    while not (found := look()):
+        if time.monotonic() > until:
+            raise SystemExit(f"{what} is not there after {START_S:g} s")
+        time.sleep(0.05)
+    return found
+
+
+class Run:
+    """``hoop train`` with a dashboard, until ``close``."""
+
+    def __init__(self, folder: str) -> None:
+        self.address_file = Path(folder, "address")
+        command = [sys.executable, "-m", "hoop", "train", "mnist", "--devices", str(DEVICES), "--json"]
+        command += ["--epochs", "100000", "--dashboard", "0", "--address-file", str(self.address_file)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._errors: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self._errors.extend(iter(self.process.stderr.readline, ""))
+
+    def page(self) -> str:
+        """The address of the dashboard."""
+        found = wait_for(
+            lambda: [one for line in list(self._errors) for one in re.findall(r"^dashboard (\S+)", line)],
+            "the dashboard's address",
+        )
+        return str(found[0])
+
+    def steps(self, until: float) -> list[tuple[float, ev.Steps]]:
+        """The reports of steps until this time of the clock, and when the coordinator got them."""
+        found: list[tuple[float, ev.Steps]] = []
+        with hoop.connect(self.address_file.read_text().strip()) as cluster:
+            for observed in cluster.job(cluster.status().jobs[0].id).events():
+                if isinstance(observed.event, ev.Steps):
+                    found.append((observed.time, observed.event))
+                if observed.time > until:
+                    return found
+        raise SystemExit(f"the run ended too early: {''.join(self._errors)[-1000:]}")
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(END_S)
+        finally:
+            self.process.kill()
+            self._reader.join()
+
+
+class Dashboard:
+    """The processes of the dashboard and of the browser."""
+
+    def __init__(self, run: Run, browser: subprocess.Popen[bytes]) -> None:
+        self._roots = (run.process.pid, browser.pid)
+        self._stopped: list[int] = []
+
+    def parts(self) -> dict[int, Process]:
+        """The processes of the run and of the browser."""
+        found = processes()
+        return {number: found[number] for number in descendants(found, self._roots)}
+
+    def stop(self) -> None:
+        for number, one in self.parts().items():
+            if one.part in ("server", "chromium"):
+                self._stopped.append(number)
+                os.kill(number, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        for number in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
+        self._stopped.clear()
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some seconds in which the dashboard was open, or stopped."""
+
+    is_open: bool
+    begin: float
+    """By the clock, as the times of events."""
+    end: float
     processor: dict[str, float]
     """Milliseconds a second, by part."""
-    weights: str
 
 
-def train(kind: str, options: argparse.Namespace, chromium: Browser, folder: str) -> Run:
-    """``folder``: for the run's files."""
-    command = [sys.executable, "-m", "hoop", "train", options.job, "--devices", str(options.devices), "--json"]
-    command += ["--epochs", str(options.epochs), "--out", folder]
-    if kind != "none":
-        command += ["--dashboard", "0"]
-    environment = {**os.environ, "HOOP_NO_REPORT": "1"}  # it would be made between the last step and the run's end
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    opened = contextlib.ExitStack()
-    errors: list[str] = []
+def processor_times(before: dict[int, Process], after: dict[int, Process], seconds: float) -> dict[str, float]:
+    """Milliseconds a second between two readings, by part; the processes that took most of it are the devices."""
+    taken = {
+        number: 1e3 * (one.seconds - (before[number].seconds if number in before else 0)) / seconds
+        for number, one in after.items()
+    }
+    busiest = sorted((one for one in taken if after[one].part == "coordinator"), key=lambda one: -taken[one])
+    found = dict.fromkeys(PARTS, 0.0)
+    for number in taken.keys() - set(busiest[:DEVICES]):
+        found[after[number].part] += taken[number]
+    return found
 
-    def read_errors() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            errors.append(line)
-            if kind == "open" and (found := re.match(r"dashboard (\S+)", line)):
-                opened.enter_context(chromium.page(f"{found[1]}/?tab={options.tab}"))
 
-    reader = threading.Thread(target=read_errors)
-    reader.start()
+def measured_windows(dashboard: Dashboard, pairs: int, window_s: float) -> list[Window]:
+    """Pairs of windows, the first with a stopped one first, the second with an open one first, and so on."""
+    windows: list[Window] = []
+    was_open = True
     try:
-        with ProcessorTimes([process.pid, chromium.process.pid], options.devices) as times:
-            text = process.stdout.read()
-            process.wait(RUN_S)
-            end = time.time()
+        for is_open in (kind for pair in range(pairs) for kind in ((False, True), (True, False))[pair % 2]):
+            if is_open and not was_open:
+                dashboard.go_on()
+            elif was_open and not is_open:
+                dashboard.stop()
+                time.sleep(GUARD_S)
+            was_open = is_open
+            begin, before = time.time(), dashboard.parts()
+            time.sleep(window_s)
+            end, after = time.time(), dashboard.parts()
+            windows.append(Window(is_open, begin, end, processor_times(before, after, end - begin)))
     finally:
-        reader.join()
-        opened.close()
-    if process.returncode:
-        raise SystemExit(f"the run failed with code {process.returncode}: {''.join(errors)[-1000:]}")
-    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-    steps = [1e3 * row["seconds"] for row in map(json.loads, lines) if "seconds" in row and "step" in row]
-    ends = itertools.accumulate(steps)
-    measured = [step for step, since_first in zip(steps, ends, strict=True) if since_first > 1e3 * options.warm_up]
-    if not measured:
-        raise SystemExit(f"the run's steps took {sum(steps) / 1e3:.0f} s, less than --warm-up; give more --epochs")
-    return Run(measured, times.shares(end - sum(measured) / 1e3, end), json.loads(text)["weights_sha256"])
+        dashboard.go_on()
+    return windows
 
 
-def table_rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
-    """One row a kind: medians over its runs, and the overhead by turn."""
-    rows: list[dict[str, Any]] = []
-    for kind, of_kind in runs.items():
-        row: dict[str, Any] = {"kind": LABELS[kind], "weights": sorted({run.weights for run in of_kind})}
-        for figure, of_steps in (("mean", statistics.fmean), ("median", statistics.median)):
-            times = [of_steps(run.steps) for run in of_kind]
-            plain = [of_steps(run.steps) for run in runs["none"]]
-            turns = [time / without - 1 for time, without in zip(times, plain, strict=True)]
-            row[f"{figure}_ms"] = statistics.median(times)
-            row[f"{figure}_overhead"] = statistics.median(turns)
-            row[f"{figure}_overhead_by_turn"] = turns
-        for part in CPU_PARTS:
-            row[f"{part}_ms_a_second"] = statistics.median(run.processor[part] for run in of_kind)
-        rows.append(row)
-    return rows
+def times_of(window: Window, reports: Sequence[tuple[float, ev.Steps]]) -> dict[str, float]:
+    """Milliseconds of a step in a window, by figure. A report's last step ended when the coordinator got it."""
+    steps: list[float] = []
+    inside = [(at, event.first + len(event.loss)) for at, event in reports if window.begin <= at <= window.end]
+    for at, event in reports:
+        ended = at
+        for seconds in reversed(event.seconds):
+            if window.begin <= ended - seconds and ended <= window.end:
+                steps.append(1e3 * seconds)
+            ended -= seconds
+    if len(inside) < 2:
+        raise SystemExit(f"{len(inside)} reports of steps in a window; give a longer --window")
+    (first, done_then), (last, done) = inside[0], inside[-1]
+    whole = 1e3 * (last - first) / (done - done_then)
+    return {"mean": statistics.fmean(steps), "median": statistics.median(steps), "whole": whole}
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    titles = ", ms/s | ".join(CPU_PARTS.values())
-    print(f"| | mean step, ms | overhead | by turn | median step, ms | overhead | by turn | {titles}, ms/s |")
-    print("|---|---|---|---|---|---|---|" + "---|" * len(CPU_PARTS))
-    for row in rows:
-        cells = [row["kind"]]
-        for figure in ("mean", "median"):
-            turns = row[f"{figure}_overhead_by_turn"]
-            cells += [f"{row[f'{figure}_ms']:.3f}", f"{row[f'{figure}_overhead']:+.1%}"]
-            cells.append(f"{min(turns):+.1%} to {max(turns):+.1%}")
-        cells += [f"{row[f'{part}_ms_a_second']:.1f}" for part in CPU_PARTS]
-        print(f"| {' | '.join(cells)} |")
+@dataclass(frozen=True)
+class Pair:
+    """A stopped window and an open one, one after the other."""
+
+    tab: str
+    stopped: dict[str, float]
+    """Milliseconds of a step, by figure."""
+    open: dict[str, float]
+    stopped_processor: dict[str, float]
+    open_processor: dict[str, float]
+
+    def overhead(self, figure: str) -> float:
+        return self.open[figure] / self.stopped[figure] - 1
+
+
+def measured_pairs(tab: str, pairs: int, window_s: float) -> list[Pair]:
+    """The pairs of one run."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hoop-overhead-") as folder, chromium() as (browser, port):
+        run = Run(folder)
+        try:
+            show_page(port, f"{run.page()}/?tab={tab}")
+            time.sleep(max(0.0, SETTLE_S - (time.monotonic() - began)))
+            windows = measured_windows(Dashboard(run, browser), pairs, window_s)
+            reports = run.steps(windows[-1].end)
+        finally:
+            run.close()
+    found = []
+    for one, other in zip(windows[::2], windows[1::2], strict=True):
+        stopped, opened = (other, one) if one.is_open else (one, other)
+        found.append(
+            Pair(tab, times_of(stopped, reports), times_of(opened, reports), stopped.processor, opened.processor)
+        )
+    return found
+
+
+def result(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Medians of the pairs and the overhead by figure, with its 95 % interval."""
+    chosen = np.random.default_rng(0).integers(0, len(pairs), (SAMPLES, len(pairs)))
+    row: dict[str, Any] = {"tab": pairs[0].tab, "pairs": len(pairs)}
+    for figure in FIGURES:
+        overheads = np.array([one.overhead(figure) for one in pairs])
+        low, high = np.percentile(np.median(overheads[chosen], axis=1), (2.5, 97.5))
+        row[figure] = {
+            "stopped_ms": statistics.median(one.stopped[figure] for one in pairs),
+            "open_ms": statistics.median(one.open[figure] for one in pairs),
+            "overhead": float(np.median(overheads)),
+            "interval": [float(low), float(high)],
+        }
+    for kind in ("stopped", "open"):
+        row[f"{kind}_processor"] = {
+            part: statistics.fmean(getattr(one, f"{kind}_processor")[part] for one in pairs) for part in PARTS
+        }
+    return row
+
+
+def print_table(row: dict[str, Any]) -> None:
+    print("| tab | pairs | figure of a step | stopped, ms | open, ms | overhead | 95 % interval |")
+    print("|---|---|---|---|---|---|---|")
+    for figure in FIGURES:
+        one = row[figure]
+        low, high = one["interval"]
+        print(
+            f"| {row['tab']} | {row['pairs']} | {figure} | {one['stopped_ms']:.3f} | {one['open_ms']:.3f} | "
+            f"{one['overhead']:+.1%} | {low:+.1%} to {high:+.1%} |"
+        )
+    print()
+    for kind in ("stopped", "open"):
+        parts = ", ".join(f"{part} {one:.1f}" for part, one in row[f"{kind}_processor"].items())
+        print(f"processor time, ms a second, {kind}: {parts}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--job", default="mnist")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=120)
-    parser.add_argument("--warm-up", type=float, default=60.0, help="seconds of steps that are not measured")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument(
-        "--browser-nice", type=int, default=0, help="niceness of Chromium; 19: it takes what the devices leave"
-    )
-    parser.add_argument("--tab", default="cluster", help="tab of the page that is open")
+    parser.add_argument("--tab", default="cluster", choices=TABS, help="tab of the page that is open")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of windows")
+    parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
+    parser.add_argument("--keep", type=Path, help="file of pairs, one a line: these are added, and all of them count")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if shutil.which("chromium") is None:
         raise SystemExit("chromium is not on the PATH; Debian: apt install chromium")
-    if not Path.cwd().joinpath("src", "hoop").is_dir() and "PYTHONPATH" not in os.environ:
-        print("this measures the installed Hoop", file=sys.stderr)
-    runs: dict[str, list[Run]] = {kind: [] for kind in KINDS}
-    with browser(options.browser_nice) as chromium:
-        for turn in range(options.turns):
-            order = KINDS[turn % len(KINDS) :] + KINDS[: turn % len(KINDS)]
-            for kind in order:
-                with tempfile.TemporaryDirectory(prefix="hoop-overhead-") as folder:
-                    run = train(kind, options, chromium, folder)
-                runs[kind].append(run)
-                figures = f"{statistics.fmean(run.steps):.3f} ms a step, median {statistics.median(run.steps):.3f}"
-                figures += "".join(f", {title} {run.processor[part]:.1f} ms/s" for part, title in CPU_PARTS.items())
-                print(f"turn {turn + 1}: {LABELS[kind]}: {figures}", file=sys.stderr)
-    rows = table_rows(runs)
-    same_weights = len({one for row in rows for one in row["weights"]}) == 1
-    about = {
-        "turns": options.turns,
-        "epochs": options.epochs,
-        "warm_up": options.warm_up,
-        "tab": options.tab,
-        "browser_nice": options.browser_nice,
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-    }
+    pairs = measured_pairs(options.tab, options.pairs, options.window)
+    if options.keep is not None:
+        with options.keep.open("a") as file:
+            file.writelines(json.dumps(asdict(one)) + "\n" for one in pairs)
+        kept = [Pair(**json.loads(line)) for line in options.keep.read_text().splitlines()]
+        pairs = [one for one in kept if one.tab == options.tab]
+    row = result(pairs)
+    about = {"window_s": options.window, "cores": os.cpu_count(), "machine": platform.machine()}
     if options.json:
-        print(json.dumps({**about, "load": os.getloadavg(), "same_weights": same_weights, "rows": rows}))
+        print(json.dumps({**about, "load": os.getloadavg(), **row}))
         return
-    print_table(rows)
-    same = "the same weights" if same_weights else "DIFFERENT WEIGHTS"
-    print(f"\n{about}; load at the end {os.getloadavg()[0]:.1f}; {same} in all runs")
+    print_table(row)
+    print(f"\n{about}; load at the end {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

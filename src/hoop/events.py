@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from hoop.texts import MAX_TEXT_BYTES, printable
 
@@ -104,9 +105,18 @@ class EventLog:
         return self._last
 
     def after(self, sequence: int = 0) -> list[Event]:
-        """The stored events with a higher sequence number."""
+        """The stored events with a higher sequence number. The cost is that of the events that are returned.
+
+        A reader of a long log calls it after every new event.
+        """
+        found: list[Event] = []
         with self._changed:
-            return [event for event in (*self._pinned, *self._events) if event.sequence > sequence]
+            for event in chain(reversed(self._events), reversed(self._pinned)):
+                if event.sequence <= sequence:
+                    break
+                found.append(event)
+        found.reverse()
+        return found
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every new event, on the publishing thread; returns a function that unsubscribes."""

@@ -353,6 +353,7 @@ class ClusterTab:
             text_font_size="13px", text_color="#808080",
         )  # fmt: skip
         plot.hover[0].renderers = [nodes]
+        self._devices.chart = self._shares.chart = self._links.chart = plot
         return plot
 
     def _draw_memory(self) -> Any:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MAX_POINTS = 600
-"""More than a screen of 1280 pixels can show apart, and little to send twice a second."""
+MAX_POINTS = 400
+"""As many as a chart in half of a screen of 1280 pixels shows apart."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,11 @@ from hoop.dashboard.view import ClusterView, DeviceView
 from hoop.dashboard.work_panel import WorkPanel, ranges_text
 
 CURVES_S = 2.0
-"""How often the curves are drawn. The text above them has the newest loss and speed with every update."""
+"""Seconds between two drawings of the curves, at least. The text above them has the newest values with every update."""
+MAX_CURVES_S = 30.0
+"""Seconds after which the curves are drawn in any case, if there are new points."""
+CURVES_GROWTH = 1.02
+"""The curves are drawn when they are longer by this factor: less can hardly be seen, and a browser takes 40 ms a chart."""
 NEWEST = "newest"
 """The choice that follows the newest running job."""
 
@@ -100,8 +104,10 @@ class JobTab:
 
     def __init__(self, updates: PageUpdates) -> None:
         self._updates = updates
-        self._drawn, self._drawn_at = 0, -math.inf
-        """The job whose curves are shown, and when they were drawn."""
+        self._drawn_job = 0
+        """Id of the job whose curves are shown."""
+        self._drawn_at, self._drawn_steps = -math.inf, 0
+        """Time when they were drawn, and the steps that the job had done then."""
         self._choice = Select(
             title="Job",
             value=NEWEST,
@@ -149,9 +155,11 @@ class JobTab:
         loss.line("x", "y", source=self._loss.model, color=BLUE, line_width=2, legend_label="training")
         loss.scatter("x", "y", source=self._test.model, color=ORANGE, size=9, marker="diamond", legend_label="test")
         loss.legend.click_policy = "hide"
+        self._loss.chart = self._test.chart = loss
         accuracy = chart("Accuracy by step", hover=[("step", "@x{0}"), ("accuracy", "@y{0.00%}")], min_width=340)
         accuracy.line("x", "y", source=self._accuracy.model, color=GREEN, line_width=2)
         accuracy.scatter("x", "y", source=self._accuracy.model, color=GREEN, size=7, marker="square")
+        self._accuracy.chart = accuracy
         return [loss, accuracy]
 
     def _draw_speeds(self) -> list[Any]:
@@ -162,6 +170,7 @@ class JobTab:
         step = chart("Milliseconds of a step (dashed: predicted)", hover=hover, min_width=340)
         step.line("x", "y", source=self._step.model, color=BLUE, line_width=2)
         step.add_layout(self._predicted)
+        self._speed.chart, self._step.chart = speed, step
         return [speed, step]
 
     def _draw_ranks(self) -> list[Any]:
@@ -200,9 +209,18 @@ class JobTab:
         workers = view.workers(job.id)
         self._work.update(job, workers)
         self._show_ranks(job, workers)
-        if job.id != self._drawn or time.monotonic() - self._drawn_at >= CURVES_S:
-            self._drawn, self._drawn_at = job.id, time.monotonic()
+        if self._curves_due(job):
+            self._drawn_job, self._drawn_at, self._drawn_steps = job.id, time.monotonic(), job.done
             self._show_curves(job)
+
+    def _curves_due(self, job: JobView) -> bool:
+        """Whether enough has changed to draw the curves: another job, its end, or a visible part of their length."""
+        if job.id != self._drawn_job:
+            return True
+        waited = time.monotonic() - self._drawn_at
+        if waited < CURVES_S:
+            return False
+        return job.done >= CURVES_GROWTH * self._drawn_steps or waited >= MAX_CURVES_S or job.status != "running"
 
     def _show_curves(self, job: JobView) -> None:
         for source, curve in ((self._loss, job.loss), (self._test, job.test_loss), (self._accuracy, job.accuracy)):

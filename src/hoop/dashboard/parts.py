@@ -26,10 +26,11 @@ from hoop.dashboard.updates import PageUpdates
 
 TOOLS = "xpan,xwheel_zoom,box_zoom,reset,save"
 _TEXT_STYLE = """
-:host { color: var(--hoop-text); font: 14px/1.5 system-ui, sans-serif; }
+:host { color: var(--hoop-text); font: 14px/1.5 system-ui, sans-serif; contain: content; }
 h2 { font-size: 16px; margin: 8px 0 2px; }
 p { margin: 2px 0; overflow-wrap: anywhere; }
-progress { width: 100%; height: 14px; accent-color: #0072b2; }
+.bk-clearfix { display: block !important; }
+progress { width: 100%; max-width: 600px; height: 14px; accent-color: #0072b2; }
 .muted { color: var(--hoop-muted); }
 .problem { color: var(--hoop-text); border-left: 6px solid #d55e00; padding-left: 8px; font-weight: 600; }
 """
@@ -85,6 +86,8 @@ class Source:
         self.model = ColumnDataSource(data={column: [] for column in columns}, name=name)
         self.table: DataTable | None = None
         """The table that shows it."""
+        self.chart: figure | None = None
+        """The chart that draws it: outside the viewport it is not drawn."""
         self._updates, self._columns, self._at_pointer = updates, columns, frozenset(at_pointer)
         self._shown: dict[str, list[Any]] = {column: [] for column in columns}
 
@@ -100,7 +103,8 @@ class Source:
         if self._updates is None:
             self.model.data = dict(columns)
         else:
-            self._updates.change_data(self.model, columns, bool(changed - self._at_pointer), self.table)
+            drawn = bool(changed - self._at_pointer)
+            self._updates.change_data(self.model, columns, drawn, self.table, self.chart)
 
 
 def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> DataTable:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from bokeh.document import Document
 from bokeh.events import DocumentReady
-from bokeh.models import ColumnDataSource, CustomJS, DataTable, Div
+from bokeh.models import ColumnDataSource, CustomJS, DataTable, Div, Plot
 
 ACKNOWLEDGED_UPDATES = 4
 """The browser acknowledges every update whose number is a multiple of this: an answer costs as much as an update."""
@@ -25,37 +26,125 @@ MAX_UNACKNOWLEDGED = 2 * ACKNOWLEDGED_UPDATES
 
 _APPLY = """
 const [number, changes] = cb_obj.tags, {texts, sources} = JSON.parse(changes)
-const {document} = cb_obj, {index} = cb_context
-const views = cb_obj.hoop_views ??= new Map()  // to find one is a walk through all views of the page
-const view_of = (model) => {
-  const view = views.get(model) ?? index.find_one(model)  // null: Bokeh has not built it yet
-  if (view != null) views.set(model, view)
+const {document: models} = cb_obj, {index} = cb_context
+const page = cb_obj.hoop_page ??= begin()
+
+function begin() {
+  const charts = new Map()  // by element: whether it is in the viewport, and the sources that it has not drawn
+  const observer = new IntersectionObserver((entries) => {
+    for (const {target, isIntersecting} of entries) {
+      const chart = charts.get(target)
+      chart.visible = isIntersecting
+      if (isIntersecting) {
+        for (const source of chart.undrawn) notify(source)
+        chart.undrawn.clear()
+      }
+    }
+  })
+  // A page that nobody sees acknowledges nothing, so the server soon sends it nothing.
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden) acknowledged.tags = [cb_obj.tags[0]]
+  })
+  return {charts, observer, views: new Map()}  // to find a view is a walk through all views of the page
+}
+
+function view_of(id) {
+  const view = page.views.get(id) ?? index.find_one(models.get_model_by_id(id))  // null: Bokeh has not built it yet
+  if (view != null) page.views.set(id, view)
   return view
 }
-for (const [id, text] of texts) {
-  const block = document.get_model_by_id(id), view = view_of(block)
-  block.setv({text}, {silent: true, sync: false})
-  if (view != null) view.markup_el.innerHTML = text
-}
-for (const [id, data, drawn, table_id] of sources) {
-  const source = document.get_model_by_id(id), rows = source.get_length(), before = source.data
-  for (const [name, column] of Object.entries(data)) {
-    if (column.includes(null)) data[name] = column.map((value) => value ?? NaN)
+
+function chart_of(id) {
+  const view = view_of(id)
+  if (view == null) return null
+  if (!page.charts.has(view.el)) {
+    page.charts.set(view.el, {visible: true, undrawn: new Set()})
+    page.observer.observe(view.el)
   }
-  const table = table_id ? document.get_model_by_id(table_id) : null
-  const view = table != null ? view_of(table) : null
-  const cells_only = view != null && Object.values(data)[0].length == rows && view.grid.getSortColumns().length == 0
-  source.setv({data}, {silent: cells_only || !drawn, sync: false})
-  if (cells_only) {
+  return page.charts.get(view.el)
+}
+
+function notify(source) {
+  source.properties.data.change.emit()
+  source.change.emit()
+}
+
+function show_text(element, html) {
+  const template = document.createElement("template")
+  template.innerHTML = html
+  change_children(element, template.content)
+}
+
+function change_children(before, after) {
+  const children = [...before.childNodes], fresh = [...after.childNodes]
+  for (const [at, child] of children.entries()) {
+    if (at < fresh.length) change(child, fresh[at])
+    else child.remove()
+  }
+  before.append(...fresh.slice(children.length))
+}
+
+function change(before, after) {
+  if (before.nodeName != after.nodeName) {
+    before.replaceWith(after)
+  } else if (before.nodeType == Node.TEXT_NODE) {
+    if (before.data != after.data) before.data = after.data
+  } else {
+    for (const {name, value} of after.attributes) {
+      if (before.getAttribute(name) != value) before.setAttribute(name, value)
+    }
+    for (const name of before.getAttributeNames()) if (!after.hasAttribute(name)) before.removeAttribute(name)
+    change_children(before, after)
+  }
+}
+
+for (const [id, text] of texts) {
+  models.get_model_by_id(id).setv({text}, {silent: true, sync: false})
+  const view = view_of(id)
+  if (view != null) show_text(view.markup_el, text)
+}
+for (const [id, data, {appended, drawn, table: table_id, chart: chart_id}] of sources) {
+  const source = models.get_model_by_id(id), rows = source.get_length(), before = source.data
+  for (const [name, column] of Object.entries(data)) {
+    const values = column.includes(null) ? column.map((value) => value ?? NaN) : column
+    data[name] = appended ? [...before[name], ...values] : values
+  }
+  // Silently: Bokeh would compare all values with those before, and look for models in them.
+  source.setv({data}, {silent: true, sync: false})
+  const view = table_id ? view_of(table_id) : null, chart = chart_id ? chart_of(chart_id) : null
+  if (view != null && Object.values(data)[0].length == rows && view.grid.getSortColumns().length == 0) {
     for (const [cell, {field}] of view.grid.getColumns().entries()) {
       for (let row = 0; row < rows; row++) {
         if (before[field][row] !== data[field][row]) view.grid.updateCell(row, cell)
       }
     }
+  } else if (chart != null && !chart.visible) {
+    if (drawn) chart.undrawn.add(source)
+  } else if (drawn) {
+    notify(source)
   }
 }
-if (number % every == 0 || acknowledged.tags[0] == 0) acknowledged.tags = [number]
+if (!document.hidden && (number % every == 0 || acknowledged.tags[0] == 0)) acknowledged.tags = [number]
 """
+
+
+@dataclass
+class _SourceChange:
+    """The new columns of one source."""
+
+    columns: dict[str, list[Any]]
+    drawn: bool
+    """Whether the drawing changes."""
+    table: str
+    """Id of the table that shows it; empty: none. ``chart`` the same."""
+    chart: str
+
+    def message(self, before: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+        """The columns and how to show them; only the new rows if the browser has the rows before them."""
+        rows = min((len(one) for one in before.values()), default=0)
+        appended = rows > 0 and all(before.get(name) == column[:rows] for name, column in self.columns.items())
+        columns = {name: column[rows:] for name, column in self.columns.items()} if appended else self.columns
+        return columns, {"appended": appended, "drawn": self.drawn, "table": self.table, "chart": self.chart}
 
 
 class PageUpdates:
@@ -72,8 +161,10 @@ class PageUpdates:
         self._shown: dict[str, str] = {}
         """The last text of each block, by the block's id."""
         self._texts: dict[str, str] = {}
-        self._sources: dict[str, tuple[dict[str, list[Any]], bool, str]] = {}
-        """By the id of the source: its columns, whether they are drawn, and the id of the table that shows them."""
+        self._sources: dict[str, _SourceChange] = {}
+        """By the id of the source."""
+        self._sent_columns: dict[str, dict[str, list[Any]]] = {}
+        """By the id of the source: the columns that the browser has, since they were first sent."""
         apply = CustomJS(args={"acknowledged": self._acknowledged, "every": ACKNOWLEDGED_UPDATES}, code=_APPLY)
         self._sent.js_on_change("tags", apply)
 
@@ -114,23 +205,34 @@ class PageUpdates:
             block.text = text
 
     def change_data(
-        self, source: ColumnDataSource, columns: dict[str, list[Any]], drawn: bool, table: DataTable | None
+        self,
+        source: ColumnDataSource,
+        columns: dict[str, list[Any]],
+        drawn: bool,
+        table: DataTable | None = None,
+        chart: Plot | None = None,
     ) -> None:
-        """Changes the columns of a source, which ``table`` may show. ``drawn`` False: the drawing stays the same."""
+        """Changes the columns of a source, which ``table`` or ``chart`` may show.
+
+        ``drawn`` False: the drawing stays the same.
+        """
         if not self.live:
             source.data = dict(columns)
             return
-        _, drawn_before, _ = self._sources.get(source.id, ({}, False, ""))
-        self._sources[source.id] = (columns, drawn or drawn_before, table.id if table is not None else "")
+        before = self._sources.get(source.id)
+        drawn = drawn or (before is not None and before.drawn)
+        ids = (one.id if one is not None else "" for one in (table, chart))
+        self._sources[source.id] = _SourceChange(columns, drawn, *ids)
 
     def send(self) -> None:
         """Sends the changes since the last call. Without any, a browser that has the page gets nothing."""
         if self.live and not self._texts and not self._sources:
             return
-        changes = {
-            "texts": list(self._texts.items()),
-            "sources": [[name, *change] for name, change in self._sources.items()],
-        }
+        sources = []
+        for name, change in self._sources.items():
+            sources.append([name, *change.message(self._sent_columns.get(name, {}))])
+            self._sent_columns[name] = change.columns
+        changes = {"texts": list(self._texts.items()), "sources": sources}
         self._texts, self._sources = {}, {}
         self._sent.tags = [self._sent.tags[0] + 1, to_json(changes)]
 

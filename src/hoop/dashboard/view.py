@@ -215,6 +215,9 @@ def with_job(view: ClusterView, job: JobView) -> ClusterView:
 
 def with_lines(view: ClusterView, lines: Iterable[LogLine], marks: Iterable[Mark]) -> ClusterView:
     """With further lines of the log and marks of the timeline; the oldest are dropped."""
+    lines, marks = tuple(lines), tuple(marks)
+    if not lines and not marks:  # most events of a job: reports of steps
+        return view
     return replace(
         view,
         lines=(*view.lines, *lines)[-MAX_LINES:],

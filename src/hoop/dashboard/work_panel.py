@@ -83,7 +83,7 @@ class WorkPanel:
         self._predicted = Span(
             location=0, dimension="height", line_color=RED, line_dash="dashed", line_width=2, visible=False
         )
-        self._chart = self._draw()
+        self._bars.chart = self._chart = self._draw()
         self.layout: LayoutDOM = column(
             self._chart,
             table(

@@ -21,10 +21,10 @@ from hoop.dashboard.cluster_tab import ClusterTab, link_rows, memory_rows, ring_
 from hoop.dashboard.curve import Curve
 from hoop.dashboard.document import Page, PageTools
 from hoop.dashboard.events_tab import ALL, MAX_ROWS, matching
-from hoop.dashboard.job_tab import CURVES_S, JobTab
+from hoop.dashboard.job_tab import CURVES_S, MAX_CURVES_S, JobTab
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.marks import LogLine
-from hoop.dashboard.parts import paragraph, text_block
+from hoop.dashboard.parts import Source, paragraph, text_block
 from hoop.dashboard.server import DashboardConfig
 from hoop.dashboard.updates import MAX_UNACKNOWLEDGED, PageUpdates, to_json
 from hoop.dashboard.view import GONE_S, BufferView, ClusterView, DeviceState, DeviceView
@@ -108,10 +108,31 @@ def test_a_browser_that_has_the_page_gets_one_message_an_update_with_what_has_ch
     changes = {name: rest for name, *rest in sources}
     assert set(changes) == {models["ring"].id, models["devices"].id}
     memory = ["100 B of 300 B", "100 B of 200 B"]
-    columns, drawn, table = changes[models["ring"].id]
-    assert (columns["memory"], drawn, table) == (memory, False, ""), "shown at the pointer only: nothing is drawn"
-    columns, drawn, table = changes[models["devices"].id]
-    assert (columns["memory"], drawn, table) == (memory, True, models["device-table"].id)
+    columns, how = changes[models["ring"].id]
+    assert (columns["memory"], how["drawn"], how["table"]) == (memory, False, ""), "at the pointer only: not drawn"
+    columns, how = changes[models["devices"].id]
+    assert (columns["memory"], how["drawn"], how["table"]) == (memory, True, models["device-table"].id)
+
+
+def test_of_a_curve_that_has_grown_the_new_points_are_sent() -> None:
+    updates, document, block = PageUpdates(), Document(), text_block("text")
+    document.add_root(block)
+    updates.attach(document, block)
+    document.select_one({"name": "acknowledged"}).tags = [1]
+    curve = Source("curve", "x", "y", updates=updates)
+
+    def shown(x: list[int], y: list[float]) -> tuple[dict[str, list[float]], bool]:
+        """The columns that are sent, and whether they are appended to those that the browser has."""
+        curve.show_columns({"x": x, "y": y})
+        updates.send()
+        ((_, columns, how),) = sent(document)[2]
+        return columns, how["appended"]
+
+    assert shown([1, 2], [0.5, 0.4]) == ({"x": [1, 2], "y": [0.5, 0.4]}, False)
+    assert shown([1, 2, 3], [0.5, 0.4, 0.3]) == ({"x": [3], "y": [0.3]}, True)
+    curve.show_columns({"x": [1, 2, 3, 4], "y": [0.5, 0.4, 0.3, 0.2]})
+    assert shown([1, 2, 3, 4, 5], [0.5, 0.4, 0.3, 0.2, 0.1]) == ({"x": [4, 5], "y": [0.2, 0.1]}, True)
+    assert shown([2, 4], [0.45, 0.25]) == ({"x": [2, 4], "y": [0.45, 0.25]}, False), "points were merged"
 
 
 def test_the_tab_of_the_cluster_is_not_made_again_for_what_it_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +187,14 @@ def test_curves_are_drawn_less_often_than_the_text_beside_them(monkeypatch: pyte
     assert "Step 4 of 9" in text
     now[0] += CURVES_S
     assert shown()[0] == 4
+    points = 100
+    now[0] += CURVES_S
+    assert shown()[0] == 100
+    points = 101
+    now[0] += CURVES_S
+    assert shown()[0] == 100, "a hundredth longer: it looks the same"
+    now[0] += MAX_CURVES_S
+    assert shown()[0] == 101
 
 
 def names_in(document: Document) -> set[str]:
