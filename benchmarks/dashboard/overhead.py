@@ -1,7 +1,7 @@
 """What an open dashboard costs a training run: the step times of one run, while the page works and while it is stopped.
 
     python benchmarks/dashboard/overhead.py --tab cluster
-    python benchmarks/dashboard/overhead.py --tab job --pairs 8 --window 8 --keep pairs.jsonl
+    python benchmarks/dashboard/overhead.py --tab job --keep pairs.jsonl
 
 It runs ``hoop train mnist --devices 2 --dashboard`` with the page open in headless Chromium on the same machine, which
 takes processor time there that a user's own machine would give. After ``SETTLE_S`` seconds, in which Chromium and V8
@@ -358,8 +358,8 @@ def print_table(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tab", default="cluster", choices=TABS, help="tab of the page that is open")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of windows")
-    parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
+    parser.add_argument("--pairs", type=int, default=22, help="pairs of windows")
+    parser.add_argument("--window", type=float, default=3.0, help="seconds of a window")
     parser.add_argument("--keep", type=Path, help="file of pairs, one a line: these are added, and all of them count")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

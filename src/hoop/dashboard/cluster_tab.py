@@ -311,7 +311,7 @@ class ClusterTab:
 
     def _draw_ring(self) -> LayoutDOM:
         plot = chart(
-            "Devices: shape and colour are the state, dots the host",
+            "Devices (shape and colour: state, dots: host)",
             height=420,
             hover=[
                 ("device", "@device"),

@@ -197,16 +197,8 @@ class SimulatedRank:
                 elif rule.finished:
                     yield from self._write_unsent()
                     return
-                elif inbox:
-                    rule.on_message(self._take_message())
-                elif self._writable():
-                    yield from self._write_rest()
-                elif self._replica_update_s:
-                    yield from self._update_replicas()
                 else:
-                    started = clock.now
-                    yield None
-                    self._record("wait", "wait", started)
+                    yield from self._take_message_or_wait(rule)
                 continue
             if self._outages and clock.now >= self._outages[0].at:
                 yield from self._sit_out_outage()
@@ -251,6 +243,19 @@ class SimulatedRank:
             deferred = overlap if defer else 0.0
             if kind in _STEP_END_KINDS:
                 self._record_step_end(one)
+
+    def _take_message_or_wait(self, rule: Rule) -> Process:
+        """Gives the rule a message; without one, does work that waited for this moment, or waits."""
+        if self._clock.inbox[self._rank]:
+            rule.on_message(self._take_message())
+        elif self._writable():
+            yield from self._write_rest()
+        elif self._replica_update_s:
+            yield from self._update_replicas()
+        else:
+            started = self._clock.now
+            yield None
+            self._record("wait", "wait", started)
 
     def _can_defer(self, rule: Rule) -> bool:
         """Whether instructions that other ranks do not observe can be charged later, without asking the clock.
