@@ -111,24 +111,16 @@ def prediction(devices: int, shards: int, forward_s: float) -> SimulationResult:
     return outcome
 
 
-def test_short_shards_stay_where_they_are() -> None:
-    """Devices 0 and 2 share a core and compute one after the other: neither looks slow to the load balancer."""
-    outcome = prediction(3, 6, forward_s=1e-4)
-    assert shares(outcome.plan) == [2, 2, 2]
-    assert 4 * 3e-4 < outcome.step_seconds < 6 * 3e-4, "four shards on one of the cores, and overheads"
-
-
-def test_long_shards_move_to_the_device_with_a_core_of_its_own() -> None:
-    """They do not fit into a time slice, so devices that share a core look slow."""
-    outcome = prediction(3, 16, forward_s=5e-3)
-    few, many, also_few = shares(outcome.plan)
-    assert few < many > also_few
+@pytest.mark.parametrize(("shards", "forward_s", "expected"), [(6, 1e-4, [3, 3, 0]), (16, 5e-3, [8, 8, 0])])
+def test_a_prediction_gives_shards_to_one_device_a_core(shards: int, forward_s: float, expected: list[int]) -> None:
+    outcome = prediction(3, shards, forward_s)
+    assert shares(outcome.plan) == expected
     even = simulate(
         parse("data"),
-        Costs.uniform(1, 5e-3, 1e-2),
+        Costs.uniform(1, forward_s, 2 * forward_s),
         Cluster.even(3, 3, cores=2),
-        num_microbatches=16,
-        plan=DataParallel().plan(3, 16),
+        num_microbatches=shards,
+        plan=DataParallel().plan(3, shards),
     )
     assert outcome.step_seconds < even.step_seconds
 
