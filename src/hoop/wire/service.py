@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import grpc
@@ -90,14 +90,10 @@ class Receiving:
         messages may be there that were not read yet: it waits a moment longer.
         """
         loop = asyncio.get_running_loop()
-        timers: list[asyncio.TimerHandle] = []
         try:
             async with asyncio.timeout(None) as limit:
-
-                def wait_once_more() -> None:
-                    timers.append(loop.call_later(self._hurried_s, limit.reschedule, 0.0))
-
-                timers.append(loop.call_later(self._receive_s, wait_once_more))
+                last = partial(loop.call_later, self._hurried_s, limit.reschedule, 0.0)
+                timers = [loop.call_later(self._receive_s, lambda: timers.append(last()))]
                 try:
                     return await read()
                 finally:
@@ -327,17 +323,11 @@ def _handler(method: Any, answer: Callable[..., Any], receiving: Receiving, on_r
         except DecodeError:
             raise InvalidArgument(f"{method.name}: the request is not a valid {method.input_type.name}") from None
 
-    receive: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]] = (
-        receiving.receive_beat if method.server_streaming else receiving.messages.receive
-    )
+    read_message = receiving.receive_beat if method.server_streaming else receiving.messages.receive
 
     async def parse_all(stream: Any) -> AsyncIterator[Any]:
         async with aclosing(aiter(stream)) as messages:  # an iterator left open would keep the last message alive
-
-            async def read() -> Any:
-                return await anext(messages, None)
-
-            while (data := await receive(method.name, read)) is not None:
+            while (data := await read_message(method.name, partial(anext, messages, None))) is not None:
                 message = parse(data)
                 del data  # free the encoded bytes while the handler uses the message
                 yield message
