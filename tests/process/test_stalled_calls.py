@@ -13,7 +13,6 @@ from stalled_calls import stalled_calls
 import hoop
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
-from hoop.wire import service
 from hoop.wire.service import MAX_RECEIVING, Receiving
 
 ANNOUNCED = 8 << 20
@@ -48,54 +47,6 @@ def test_few_of_many_stalled_requests_are_in_memory_and_other_calls_are_answered
             assert max(call.sent for call in calls) > UNREAD, "some were read"
             with hoop.connect(servers.address) as cluster:  # it makes the stalled ones hurry
                 assert cluster.status().address == servers.address
-
-
-@pytest.mark.parametrize("method", ["hoop.v1.Device/Write", "gpu_sim.GPUDevice/StreamSend"])
-def test_few_of_many_stalled_messages_of_streams_are_in_memory(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another Write makes room for its own message, and other calls do not wait for streams at all."""
-    most, calls = 2, 8
-    monkeypatch.setattr(service, "MAX_STREAMS_READ", most)
-    monkeypatch.setattr(service, "HURRIED_MESSAGE_S", 0.5)
-    with lab_servers(1) as servers, hoop.connect(servers.address) as cluster:
-        device = cluster.status().devices[0].device
-        with stalled_calls(Address.parse(device.address), f"/{method}", ANNOUNCED, calls) as stalled:
-            deadline = time.monotonic() + WAIT_S
-
-            def none_is_read() -> bool:
-                return max(call.sent for call in stalled) <= UNREAD and time.monotonic() < deadline
-
-            threads = [threading.Thread(target=call.send, args=(ANNOUNCED - 1000, none_is_read)) for call in stalled]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(WAIT_S)
-            while (held := sum(call.sent for call in stalled if not call.wait_ended(0.1))) > (
-                most * ANNOUNCED + calls * UNREAD
-            ):
-                assert time.monotonic() < deadline, f"{held} bytes are held"
-            assert max(call.sent for call in stalled) > UNREAD, "some were read"
-            memory = cluster.device(device.device_id)
-            memory.write(device.min_address, b"written")
-            assert memory.read(device.min_address, 7) == b"written"
-
-
-def test_a_stream_of_heartbeats_ends_when_none_comes() -> None:
-    async def scenario() -> None:
-        begun = asyncio.Event()
-
-        async def never() -> None:
-            begun.set()
-            await asyncio.Event().wait()
-
-        with pytest.raises(DeadlineExceeded, match=r"SendHeartbeats: no message came within 0 s"):
-            await Receiving(hurried_s=0.0, receive_s=0.0).receive_beat("SendHeartbeats", never)
-        assert begun.is_set()
-        assert await Receiving(hurried_s=0.0, receive_s=60.0).receive_beat("SendHeartbeats", at_once) == b"beat"
-
-    async def at_once() -> bytes:
-        return b"beat"
-
-    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 def test_a_request_that_stalls_makes_room_for_one_that_waits() -> None:

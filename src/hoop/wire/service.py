@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import grpc
@@ -42,11 +41,7 @@ MAX_RECEIVING = 4
 HURRIED_S = 2.0
 """Seconds that a request may take to arrive while others wait."""
 RECEIVE_S = 60.0
-"""Seconds that a request may take to arrive, and each message of a stream."""
-MAX_STREAMS_READ = 16
-"""Maximum number of messages of client streams (Write, StreamSend) that one server reads at the same time."""
-HURRIED_MESSAGE_S = 10.0
-"""Seconds that such a message may take to arrive while others wait: its sender reads it from memory first."""
+"""Seconds that a request may take to arrive."""
 
 Message = TypeVar("Message")
 
@@ -65,8 +60,8 @@ class Receiving:
     gRPC hands a request over when all of it is there, and holds what has come until then: a call that stops in the
     middle of its request holds up to the largest message. Before a server begins to read a request, flow control lets
     only its first 64 KiB come. So few requests are read at a time, and others wait. A request that takes long makes
-    room for those that wait, the oldest first. Messages of streams are bounded apart (``messages``), so that streams
-    do not delay requests.
+    room for those that wait, the oldest first. Messages of streams do not count: a stream may be idle, which
+    looks the same.
     """
 
     def __init__(self, most: int = MAX_RECEIVING, hurried_s: float = HURRIED_S, receive_s: float = RECEIVE_S) -> None:
@@ -76,31 +71,6 @@ class Receiving:
         """Requests that arrive now, the oldest first."""
         self._waiting = 0
         """Number of requests that wait for a slot."""
-
-    @cached_property
-    def messages(self) -> Receiving:
-        """The same for the messages of streams that a client sends without a pause. An idle one looks like a stalled
-        one, and makes room too."""
-        return Receiving(MAX_STREAMS_READ, HURRIED_MESSAGE_S, self._receive_s)
-
-    async def receive_beat(self, method: str, read: Callable[[], Awaitable[Message]]) -> Message:
-        """Reads the next message of a stream that is idle between two messages, however many are open.
-
-        Raises DeadlineExceeded if none comes in time. After a pause of this process the time is over at once, and
-        messages may be there that were not read yet: it waits a moment longer.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(None) as limit:
-                last = partial(loop.call_later, self._hurried_s, limit.reschedule, 0.0)
-                timers = [loop.call_later(self._receive_s, lambda: timers.append(last()))]
-                try:
-                    return await read()
-                finally:
-                    for timer in timers:
-                        timer.cancel()
-        except TimeoutError:
-            raise DeadlineExceeded(f"{method}: no message came within {self._receive_s:g} s; call again") from None
 
     @property
     def count(self) -> int:
@@ -323,11 +293,9 @@ def _handler(method: Any, answer: Callable[..., Any], receiving: Receiving, on_r
         except DecodeError:
             raise InvalidArgument(f"{method.name}: the request is not a valid {method.input_type.name}") from None
 
-    read_message = receiving.receive_beat if method.server_streaming else receiving.messages.receive
-
     async def parse_all(stream: Any) -> AsyncIterator[Any]:
         async with aclosing(aiter(stream)) as messages:  # an iterator left open would keep the last message alive
-            while (data := await read_message(method.name, partial(anext, messages, None))) is not None:
+            async for data in messages:
                 message = parse(data)
                 del data  # free the encoded bytes while the handler uses the message
                 yield message
