@@ -182,7 +182,7 @@ def test_a_rank_that_is_stopped_in_the_middle_of_a_copy_reads_nothing_of_a_resta
 
 def test_a_rank_that_is_stopped_in_the_middle_of_a_sum_on_a_gpu_does_not_offer_its_state() -> None:
     """The others go on, so that their rows change, and die. It has updated with what it read, and is alone."""
-    faults = [Fault(1, "sums", 12, stops=True), Fault(0, "sums", 18), Fault(2, "evaluates")]
+    faults = [Fault(1, "sums", 12, stops=True), Fault(0, "sums", 14), Fault(2, "evaluates")]
     with pytest.raises(AssertionError, match=r"TrainingStateLost: .*everything was lost"):
         run_with_faults(3, settings("data", **EPOCH, accelerator="emulated"), JOBS["mlp"], faults)
 

@@ -176,9 +176,11 @@ def _fill_slot(state: StageState, micro: int) -> None:
 def measure_step_overhead(executor: PlanExecutor, data: Dataset, settings: Settings) -> float:
     """Measure what the training loop does in a step beside its instructions: the next samples, rows of progress.
 
-    Nothing of it changes the state; ``executor`` begins the first step afterwards.
+    Nothing of it changes the state; ``executor`` begins the first step afterwards. 0 for a job without steps.
     """
     schedule = StepSchedule(settings, len(data))
+    if not schedule.total_steps:
+        return 0.0
     last, provenance = schedule.total_steps - 1, Provenance(settings.num_microbatches)
     progress = ProgressReporter(lambda _: None, provenance)
     whole = executor.stage_states.get(executor.last_stage)
