@@ -33,7 +33,7 @@ CURVES_S = 2.0
 MAX_CURVES_S = 30.0
 """Seconds after which the curves are drawn in any case, if there are new points."""
 CURVES_GROWTH = 1.02
-"""The curves are drawn when they are longer by this factor: less can hardly be seen, and a browser takes 40 ms a chart."""
+"""Factor by which the curves must be longer to be drawn: less can hardly be seen, and a chart takes a browser 40 ms."""
 NEWEST = "newest"
 """The choice that follows the newest running job."""
 
