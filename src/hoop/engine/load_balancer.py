@@ -204,6 +204,7 @@ class LoadBalancer:
         return plan
 
     def _plan_by_measurements(self) -> Plan | None:
+        """A better plan by the last measurements of the ranks that may get shards; None: the present one stays."""
         windows = self._measurements.windows()[: self._computing]
         if not all(len(recent) == WINDOW for recent in windows):
             return None

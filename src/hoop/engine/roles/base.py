@@ -43,8 +43,8 @@ class RankRole:
     """True if ``checkpoint_reader`` keeps the state of a checkpoint, which is read while training goes on."""
 
     state_is_whole = True
-    """After ``settle``: no other rank can have changed what this rank's last update was computed from, if this rank was
-    stopped meanwhile and the others went on without it."""
+    """After ``sync_for_recovery``: False if another rank may have changed memory that this rank's last update was made
+    from, because this rank was stopped meanwhile and the others went on without it."""
 
     provenance: Provenance
     """Records which device put which samples into a step. ``attach_provenance`` sets it, before the first step."""
