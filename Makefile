@@ -29,7 +29,7 @@ everything: install ## All tests, also those that take long and repeat what shor
 
 gpu: install ## The tests that need a CUDA GPU; make test skips them where there is none
 	@$(BIN)/python -m pytest -m gpu tests/engine tests/fault tests/torch
-	@$(BIN)/python -m pytest -m gpu tests/process tests/unit/memory  # these use CUDA here, after which no rank is forked
+	@$(BIN)/python -m pytest -m gpu tests/process tests/unit/memory tests/unit/engine  # these use CUDA here, after which no rank is forked
 
 coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor
 	@$(BIN)/python -m pytest $(PARALLEL) --cov --cov-fail-under=65 tests/unit tests/contract tests/engine tests/model

@@ -52,6 +52,7 @@ from hoop.engine.roles.sharded_data import ShardedDataRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator, select_accelerator
 from hoop.engine.stage.gradient_reduction import GradientReducer
+from hoop.engine.stage.kept_gpu_memory import kept_overhead
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StageState, StateVectors
 from hoop.engine.update_choice import check_can_shard, is_faster_sharded, may_choose
@@ -219,6 +220,8 @@ def _prepare(runtime: RankRuntime, job: Job, data: Splits, earlier: EarlierSetup
     resident = accelerator is not None and strategy.replicated
     if accelerator is not None:
         needed = needed_gpu_bytes(context, settings, found, future_plan(context, strategy, plan), costs)
+        if resident and accelerator.keeps_state:
+            needed += kept_overhead(settings.num_microbatches)
         check_gpu_memory(context, settings, accelerator, needed, resharding)
     executor = PlanExecutor(runtime, PartitionedModel(blocks, bounds), plan, data.train, criterion, resident)
     if (strategy.replicated or plan.sharded_update) and layers_of(blocks) is not None:

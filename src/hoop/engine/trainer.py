@@ -33,6 +33,7 @@ from hoop.engine.early_stopping import EarlyStopping
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint_format import deserialize
+from hoop.engine.fault_tolerance.gpu_persistence import GpuInPlaceState
 from hoop.engine.fault_tolerance.local_persistence import (
     CustomInPlaceState,
     InPlaceState,
@@ -183,14 +184,13 @@ class Trainer:
         if self._sharded is not None:
             self._sharded.set_live(self._setup, self._done)
             return
-        kind = CustomInPlaceState if isinstance(self._role, CustomRole) else InPlaceState
-        self._in_place = kind(
+        kind = GpuInPlaceState if setup.executor.stage_states[0].resident else InPlaceState
+        self._in_place = (CustomInPlaceState if isinstance(self._role, CustomRole) else kind)(
             setup=self._setup,
             vectors=self._vectors,
             arena_shards=self._startup.arena_shards,
             resumed=bool(tensors),
-            # State on a GPU changes without the arena: a restarted device gets it from another one, or a snapshot.
-            persistent_memory=context.persistent_memory and not setup.executor.stage_states[0].resident,
+            persistent_memory=context.persistent_memory,
         )
         self._done = self._in_place.load_newest() if joining else self._in_place.commit(self._done)
         has_part = joining and self._done == NO_STATE and bool(self._startup.arena_shards)
@@ -295,6 +295,8 @@ class Trainer:
             known = losses if self._role.is_reporter else None
             agreed = self._sharded.commit(self._context, self._should_stop(), done, len(works), known)
             self._stopped, losses = agreed
+        else:
+            self._in_place.log_steps(done, losses)
         self._done = done
         self._activity.end_step(done, len(works))
         self._after_steps(losses, began)

@@ -1,5 +1,5 @@
 """A device's memory: the arena, a file-backed range of addresses with named buffers that survive a restart; or a GPU's.
-Nothing here knows of processes or networks.
+Nothing here knows of networks. ``gpu_keeper`` starts a process that keeps memory of a GPU alive.
 
 May import: nothing but the modules directly in hoop.
 """
@@ -26,5 +26,5 @@ __all__ = [
 DeviceMemory = Arena | GpuMemory
 """The memory that clients of a device use: its arena, or memory on its GPU."""
 
-PUBLIC = ("allocator", "commit_record", "cuda_arena", "cuda_ipc", "dtypes", "gpu_driver", "storage")
+PUBLIC = ("allocator", "commit_record", "cuda_arena", "cuda_ipc", "dtypes", "gpu_driver", "gpu_keeper", "storage")
 """Modules that other rooms may import."""

@@ -32,8 +32,13 @@ from hoop.memory.arena import CHECKS, WRITES, Arena, ArenaBuffer
 from hoop.memory.gpu_driver import HANDLE_BYTES, Bytes, CudaGpu, Gpu
 from hoop.memory.storage import PAGE, check_uint64
 
-_GRANULE = 2 << 20
+GRANULE = 2 << 20
 """Allocations have a multiple of this number of bytes, so that the driver shares no page of one with another."""
+
+
+def granules(size: int) -> int:
+    """``size``, rounded up to whole granules."""
+    return -(-size // GRANULE) * GRANULE
 
 
 @dataclass(frozen=True)
@@ -52,15 +57,16 @@ class SharedBlock:
 class CudaArena:
     """Memory on a GPU. ``create`` allocates it, ``attach`` maps that of another process."""
 
-    def __init__(self, base: int, capacity: int, owner: bool, gpu: Gpu | None = None) -> None:
-        self._base, self.capacity, self._owner = base, capacity, owner
+    def __init__(self, base: int, capacity: int, owner: bool, gpu: Gpu | None = None, described: bool = False) -> None:
+        """``described``: the block has a file descriptor (``Gpu.allocate_described``)."""
+        self._base, self.capacity, self._owner, self._described = base, capacity, owner, described
         self.gpu = gpu or CudaGpu()
         self._allocator = Allocator(capacity, owner="GPU memory")
 
     @classmethod
     def create(cls, capacity: int, gpu: Gpu | None = None) -> CudaArena:
         """Allocate a block; ``gpu`` None: on the GPU of the current context."""
-        size = -(-capacity // _GRANULE) * _GRANULE
+        size = granules(capacity)
         gpu = gpu or CudaGpu()
         try:
             base = gpu.allocate(size)
@@ -75,6 +81,21 @@ class CudaArena:
         """Map the block of another process of this host. It has no named buffers here."""
         gpu = gpu or CudaGpu()
         return cls(gpu.map(bytes.fromhex(block.handle)), block.capacity, owner=False, gpu=gpu)
+
+    @classmethod
+    def create_described(cls, capacity: int, gpu: Gpu) -> tuple[CudaArena, int]:
+        """Allocate a block that lives as long as a process has its file descriptor open, and return that too.
+
+        The caller closes the descriptor. ``capacity`` is rounded up to whole granules.
+        """
+        size = granules(capacity)
+        base, descriptor = gpu.allocate_described(size)
+        return cls(base, size, owner=True, gpu=gpu, described=True), descriptor
+
+    @classmethod
+    def attach_described(cls, descriptor: int, capacity: int, gpu: Gpu) -> CudaArena:
+        """Map a block of ``create_described``, also one whose owner has ended. It has no named buffers here."""
+        return cls(gpu.map_described(descriptor, capacity), capacity, owner=False, gpu=gpu, described=True)
 
     def share(self) -> SharedBlock:
         return SharedBlock(self.gpu.export(self._base).hex(), self.capacity)
@@ -178,9 +199,11 @@ class CudaArena:
 
     def close(self) -> None:
         """Free the block, or unmap it. Nothing may use its addresses afterwards."""
-        if self._base:
+        if self._base and self._described:
+            self.gpu.unmap_described(self._base, self.capacity)
+        elif self._base:
             self.gpu.free(self._base) if self._owner else self.gpu.unmap(self._base)
-            self._base = 0
+        self._base = 0
 
 
 _STAGING_KEPT = 256 << 20

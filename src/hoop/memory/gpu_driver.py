@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hoop.errors import FailedPrecondition, InvalidArgument, OutOfMemory
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, OutOfMemory
 
 Bytes = NDArray[np.uint8]
 HANDLE_BYTES = 64
@@ -30,12 +30,38 @@ _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
 _PORTABLE = 1
 _NAME_BYTES = 128
+_ON_DEVICE, _PINNED, _FILE_DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
+"""Constants of the driver's functions for virtual memory (``CUmemLocation`` and others)."""
 
 
 class IpcHandle(ctypes.Structure):
     """The driver's handle of an allocation."""
 
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+class _Location(ctypes.Structure):
+    """``CUmemLocation``: on which GPU."""
+
+    _fields_ = [("type", ctypes.c_int), ("number", ctypes.c_int)]
+
+
+class _AllocationProperties(ctypes.Structure):
+    """``CUmemAllocationProp``."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_type", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``."""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
 @lru_cache(maxsize=1)
@@ -76,6 +102,22 @@ class Gpu(ABC):
 
     @abstractmethod
     def free(self, address: int) -> None: ...
+
+    @abstractmethod
+    def allocate_described(self, size: int) -> tuple[int, int]:
+        """Allocate a block that has a file descriptor; returns its address and the descriptor.
+
+        The bytes live as long as any process has the descriptor open, or the block mapped. The caller closes the
+        descriptor.
+        """
+
+    @abstractmethod
+    def map_described(self, descriptor: int, size: int) -> int:
+        """Map a block of ``allocate_described``, of this process or another; returns its address here."""
+
+    @abstractmethod
+    def unmap_described(self, address: int, size: int) -> None:
+        """Unmap a block that ``allocate_described`` or ``map_described`` has mapped."""
 
     @abstractmethod
     def clear(self, address: int, size: int) -> None: ...
@@ -196,6 +238,58 @@ class CudaGpu(Gpu):
         self._enter()
         call_driver("cuMemFree_v2", ctypes.c_uint64(address))
 
+    def allocate_described(self, size: int) -> tuple[int, int]:
+        self._enter()
+        handle, descriptor = ctypes.c_uint64(), ctypes.c_int(-1)
+        properties = _AllocationProperties(_PINNED, _FILE_DESCRIPTOR, self._location)
+        no_flags = ctypes.c_uint64(0)
+        call_driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(properties), no_flags)
+        try:
+            call_driver("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _FILE_DESCRIPTOR, no_flags)
+            return self._map_handle(handle, size), descriptor.value
+        except HoopError:
+            if descriptor.value >= 0:
+                os.close(descriptor.value)
+            raise
+        finally:
+            call_driver("cuMemRelease", handle)  # the mapping and the descriptor keep the memory
+
+    def map_described(self, descriptor: int, size: int) -> int:
+        self._enter()
+        handle = ctypes.c_uint64()
+        shared = ctypes.c_void_p(descriptor)
+        call_driver("cuMemImportFromShareableHandle", ctypes.byref(handle), shared, _FILE_DESCRIPTOR)
+        try:
+            return self._map_handle(handle, size)
+        finally:
+            call_driver("cuMemRelease", handle)
+
+    def _map_handle(self, handle: ctypes.c_uint64, size: int) -> int:
+        address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+        length, none = ctypes.c_size_t(size), ctypes.c_size_t(0)
+        call_driver("cuMemAddressReserve", ctypes.byref(address), length, none, zero, zero)
+        try:
+            call_driver("cuMemMap", address, length, none, handle, zero)
+            try:
+                access = _Access(self._location, _READ_WRITE)
+                call_driver("cuMemSetAccess", address, length, ctypes.byref(access), ctypes.c_size_t(1))
+            except HoopError:
+                call_driver("cuMemUnmap", address, length)
+                raise
+        except HoopError:
+            call_driver("cuMemAddressFree", address, length)
+            raise
+        return address.value
+
+    @property
+    def _location(self) -> _Location:
+        return _Location(_ON_DEVICE, self._device.value)
+
+    def unmap_described(self, address: int, size: int) -> None:
+        self._enter()
+        call_driver("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
+        call_driver("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
+
     def clear(self, address: int, size: int) -> None:
         stream = self._copy_stream()
         call_driver("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
@@ -285,6 +379,23 @@ class EmulatedGpu(Gpu):
         return address
 
     def free(self, address: int) -> None:
+        del self._blocks[address]
+
+    def allocate_described(self, size: int) -> tuple[int, int]:
+        descriptor = os.memfd_create("hoop-gpu")
+        os.ftruncate(descriptor, size)
+        return self.map_described(descriptor, size), descriptor
+
+    def map_described(self, descriptor: int, size: int) -> int:
+        try:
+            block = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        except (OSError, ValueError) as error:
+            raise FailedPrecondition(f"emulated GPU: {size} bytes cannot be mapped: {error}") from None
+        address = int(block.ctypes.data)
+        self._blocks[address] = block
+        return address
+
+    def unmap_described(self, address: int, size: int) -> None:
         del self._blocks[address]
 
     def _view(self, address: int, size: int) -> Bytes:

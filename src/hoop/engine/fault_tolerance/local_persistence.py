@@ -52,6 +52,9 @@ from hoop.memory import Arena, ArenaBuffer
 from hoop.memory.commit_record import NO_STEP, SUFFIX, CommitRecord, commit_records
 from hoop.plan.instructions import Instruction, InstructionKind
 
+GPU = "gpu"
+"""Key of a commit record that describes state on a GPU: ``gpu_persistence.py`` reads it."""
+
 # ---- the step log
 
 LOG_STEPS = 256
@@ -101,7 +104,8 @@ def read_step_log(arena: Arena, prefix: str, run: str) -> dict[int, list[float]]
 def load_from_arena(arena: Arena, prefix: str, run: str) -> list[StateShard]:
     """Valid shards of this run's state, newest first, in private memory. Frees all buffers named ``prefix``…"""
     buffers = {one.name: one for one in arena.buffers() if one.name.startswith(prefix)}
-    found = [_load_committed(arena, buffers, step, about) for _, step, about in commit_records(arena, prefix, run)]
+    records = [(step, about) for _, step, about in commit_records(arena, prefix, run) if GPU not in about]
+    found = [load_committed(arena, buffers, step, about["rows"]) for step, about in records]
     found += [
         _load_snapshot(arena, one, run) for name, one in buffers.items() if name[len(prefix) :].startswith(SNAPSHOT)
     ]
@@ -111,10 +115,10 @@ def load_from_arena(arena: Arena, prefix: str, run: str) -> list[StateShard]:
     return sorted(shards, key=lambda one: one.step, reverse=True)
 
 
-def _load_committed(
-    arena: Arena, buffers: Mapping[str, ArenaBuffer], step: int, about: Mapping[str, Any]
+def load_committed(
+    arena: Arena, buffers: Mapping[str, ArenaBuffer], step: int, rows: Sequence[Sequence[Any]]
 ) -> StateShard | None:
-    rows = about["rows"]
+    """A copy of the slices that a commit record names; None if the arena lacks one. ``rows``: ``StateRow``s as JSON."""
     specs = [SliceSpec(*row[:4]) for row in rows]
     shard = StateShard(specs, np.empty(bytes_of(specs), np.uint8), step)
     for spec, (*_, name, offset) in zip(specs, rows, strict=True):
@@ -189,10 +193,17 @@ class InPlaceState:
         self._record: CommitRecord | None = None
         self._untrained = self._untrained_names()
         if persistent_memory:
-            self._record = vectors.commit_record("state", self._place_rows(vectors, resumed))
-            self._step_log = StepLog(vectors, setup.role.provenance)
-            self._update = self.executor.handler(InstructionKind.UPDATE)
-            self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
+            self._begin_record(vectors, resumed)
+
+    def _begin_record(self, vectors: StateVectors, resumed: bool) -> None:
+        """Describe the state in a commit record, which every update then writes."""
+        self._record = vectors.commit_record("state", self._place_rows(vectors, resumed))
+        self._step_log = StepLog(vectors, self._setup.role.provenance)
+        self._update = self.executor.handler(InstructionKind.UPDATE)
+        self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
+
+    def log_steps(self, done: int, losses: Sequence[float]) -> None:
+        """Called after steps with their losses; ``done``: steps done. Here each update logs its own."""
 
     def _untrained_names(self) -> set[str]:
         """Names of the parameters that a state in the arena may lack: those that are not trained."""
@@ -216,12 +227,17 @@ class InPlaceState:
             rows.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
         self._buffers_copy = vectors.new("buffers", layout.state - layout.trained)
         self._counters = [LiveSlice(names[id(one)], 0, one.view(-1)) for one in layout.counters]
+        self._frozen = self._frozen_to_copy(resumed)
+        self._counters_copy = allocate_copy(vectors, "counters", self._counters)
+        self._frozen_copy = allocate_copy(vectors, "fixed", self._frozen)
+        return rows + state_rows(self._counters_copy.slices, "counters") + state_rows(self._frozen_copy.slices, "fixed")
+
+    def _frozen_to_copy(self, resumed: bool) -> list[LiveSlice]:
+        """The untrained parameters whose values a restarted device would not have: see ``__init__``."""
+        layout, names = self.executor.stage_states[0].layout, names_of(self._setup.model)
         known = {spec.name for shard in self._arena_shards for spec in shard.slices}
         frozen = [LiveSlice(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
-        self._frozen = [one for one in frozen if resumed or one.name in known]
-        self._counters_copy = _allocate(vectors, "counters", self._counters)
-        self._frozen_copy = _allocate(vectors, "fixed", self._frozen)
-        return rows + state_rows(self._counters_copy.slices, "counters") + state_rows(self._frozen_copy.slices, "fixed")
+        return [one for one in frozen if resumed or one.name in known]
 
     def _update_and_commit(self, instruction: Instruction) -> None:
         self.invalidate()
@@ -286,7 +302,8 @@ class CustomInPlaceState(InPlaceState):
         return step
 
 
-def _allocate(vectors: StateVectors, name: str, state: Sequence[LiveSlice]) -> StateShard:
+def allocate_copy(vectors: StateVectors, name: str, state: Sequence[LiveSlice]) -> StateShard:
+    """Memory in the arena for copies of these slices: the vector ``name``."""
     specs = specs_of(state)
     count = bytes_of(specs)
     return StateShard(specs, vectors.new(name, count // 4).view("uint8")[:count])

@@ -42,6 +42,7 @@ from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole
 from hoop.engine.stage.gpu_resident_state import ResidentStageState
 from hoop.engine.stage.gpu_resident_step import BatchLoader, RankRows, ResidentStep, StepInputs
+from hoop.engine.stage.kept_gpu_memory import MAX_STRIDE
 from hoop.engine.stage.peer_row_selection import open_peer_rows
 from hoop.engine.stage.peer_rows import SETS, PeerRows
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
@@ -51,7 +52,6 @@ from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 
 log = logging.getLogger("hoop.engine")
-MAX_STRIDE = 64
 STRIDE_S = 0.25
 """Seconds that a stride should take: as long as a request to stop may wait."""
 MAX_SLEEP_S = 2.0
@@ -105,6 +105,8 @@ class ResidentRole(RankRole):
         self._finished = 0
         """Number of steps of the stride under way whose update was launched."""
         self._meetings = 0
+        self._updated: torch.cuda.Event | None = None
+        """Mark after the last update that was launched; None on an emulated GPU, and before the first."""
 
     # ---- plans
 
@@ -171,6 +173,9 @@ class ResidentRole(RankRole):
         self._works, self._finished = works, 0
         self._inputs.begin()
         steps = [self._step_for(len(work.samples)) for work in works]
+        if state.commit is not None:
+            peers = self._memory.peers
+            state.commit.begin_stride(works[0].position.done, trusted=peers is None or not peers.reads_others)
         state.on_device_steps()
         self._loaded, awaited = 0, 0
         self._load(1, stop)
@@ -196,6 +201,8 @@ class ResidentRole(RankRole):
                 step.compute(number)
                 if self._loaded == awaited:
                     self._load(self._steps_per_load, stop)
+                if state.commit is not None:
+                    self._verify_last_update()
                 self._meet_and_finish(step, self._memory.peers, number, done, started)
             self._finished += 1
             executor.steps_updated = done + 1
@@ -215,15 +222,25 @@ class ResidentRole(RankRole):
         self._call_hooks(done, [Instruction(InstructionKind.UPDATE, 0)])
         self.state_is_whole = not peers.reads_others
         step.finish(number)
+        self._updated = self._state.accelerator.mark()
         executor.profiler.record(self._reduce, computed, now(), waited)
         executor.extra_bytes_sent += peers.bytes_per_step
 
     def _finish_reads(self) -> None:
         """Wait for the GPU; raises PeerLost if a rank has left, and this rank's last update may be wrong."""
         self._state.accelerator.synchronize()
-        if not self.state_is_whole:
-            self.executor.context.communicator.endpoint.verify_reads()
-            self.state_is_whole = True
+        self._verify_last_update()
+
+    def _verify_last_update(self) -> None:
+        """Wait for the last update; raises PeerLost if a rank had left while it was made: it may be wrong."""
+        if self.state_is_whole:
+            return
+        if self._updated is not None:
+            self._updated.synchronize()
+        self.executor.context.communicator.endpoint.verify_reads()
+        self.state_is_whole = True
+        if self._state.commit is not None:
+            self._state.commit.verified(self.executor.steps_updated)
 
     def _slow_down(self, started: float) -> None:
         """Make the step that began at ``started`` take longer: for experiments and fault injection."""
@@ -311,9 +328,15 @@ class ResidentRole(RankRole):
         kept = {name: getattr(executor, name) for name in names}
         executor.instruction_hooks, executor.profiler, executor.extra_slowdown = [], InstructionProfiler(), 0.0
         self.provenance = Provenance(executor.plan.num_microbatches)
+        commit = self._state.commit
+        if commit is not None:
+            commit.invalidate()
+            commit.enabled = False
         try:
             yield
         finally:
+            if commit is not None:
+                commit.enabled = True
             for name, value in kept.items():
                 setattr(executor, name, value)
             self._state.accelerator.synchronize()
@@ -330,6 +353,10 @@ class ResidentRole(RankRole):
     def begin_stride(self) -> None:
         """At most ``stride`` launches of ``whole`` or ``finish`` may follow."""
         self._inputs.begin()
+
+    def kept_totals(self) -> Tensor:
+        """The tails of the totals of the stride under way, (step, element), for a restarted device."""
+        return self._inputs.totals
 
     @property
     def bytes_read(self) -> int:

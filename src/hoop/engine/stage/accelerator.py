@@ -25,11 +25,13 @@ from hoop.collectives.rank_context import RankContext
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.engine.settings import Settings
+from hoop.engine.stage.kept_gpu_memory import KeptGpuMemory, host_tensor, kept_bytes
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition, HoopError
 from hoop.memory.cuda_arena import CudaArena, SharedBlock
 from hoop.memory.dtypes import dtype
 from hoop.memory.gpu_driver import CudaGpu, EmulatedGpu
+from hoop.memory.gpu_keeper import can_keep
 
 log = logging.getLogger("hoop.engine")
 OUT_OF_MEMORY = torch.OutOfMemoryError
@@ -64,8 +66,11 @@ class Accelerator:
         capacity: int = 0,
         compiled_kernels: bool = False,
         opened: list[CudaArena] | None = None,
+        keeps_state: bool = False,
     ) -> None:
         """``capacity``: bytes of the arena on a GPU, which is allocated when it is first used.
+
+        ``keeps_state``: a restarted device finds this one's memory again.
 
         ``compiled_kernels``: cuDNN compiles kernels for each shape, for seconds: ``select_kernels`` avoids it.
         ``opened``: the device's list of such arenas, for its status.
@@ -74,6 +79,10 @@ class Accelerator:
         self.device = device
         self.arena: CudaArena | None = None
         """The device's memory on the GPU; None before it is used."""
+        self.kept: KeptGpuMemory | None = None
+        """Memory for the state that outlives this process; None: it ends with the process."""
+        self.keeps_state = keeps_state and can_keep()
+        """Whether ``keep_state`` may keep a state."""
         self._attached: list[CudaArena] = []
         """Arenas of other processes that this process has mapped."""
         self.capacity = capacity
@@ -136,6 +145,34 @@ class Accelerator:
         buffer = arena.allocate(name, 4 * max(count, 1))
         return self.tensor_at(buffer.address, count).zero_()
 
+    def keep_state(self, *counts: int) -> bool:
+        """Let ``state_vector`` allocate vectors of these sizes where a restarted device finds them, if it can be.
+
+        Called before the arena is used, which has the rest of the device's memory. Returns whether they are kept.
+        """
+        size = kept_bytes(*counts)
+        if not self.keeps_state or (self.cuda and size > self.capacity):
+            return False
+        if self.cuda:
+            torch.cuda.synchronize(self.device)  # gives this thread a CUDA context
+        gpu = CudaGpu(self.device.index) if self.cuda else EmulatedGpu()
+        try:
+            self.kept = KeptGpuMemory(gpu, size)
+        except HoopError as error:
+            log.warning("the state on the GPU is lost if this process is killed: %s", error)
+            gpu.close()
+            return False
+        self.capacity -= size
+        self._opened.append(self.kept.arena)
+        return True
+
+    def state_vector(self, name: str, count: int) -> Tensor:
+        """``vector`` for a part of the state, in the memory of ``keep_state`` if there is one."""
+        if self.kept is None:
+            return self.vector(name, count)
+        address = self.kept.allocate(name, count)
+        return (self.tensor_at(address, count) if self.cuda else host_tensor(address, count)).zero_()
+
     def shared_vector(self, vectors: StateVectors, name: str, count: int) -> Tensor:
         """``vector``, in memory that other ranks of the host can map: emulated, a vector of the arena."""
         return self.vector(name, count) if self.cuda else torch.from_numpy(vectors.new(f"gpu.{name}", count))
@@ -167,8 +204,10 @@ class Accelerator:
         """Unmap the memory of other processes, and free the arena. Tensors in them must not be used afterwards."""
         attached, self._attached = self._attached, []
         arena, self.arena = self.arena, None
-        if arena is not None:
-            self._opened.remove(arena)
+        kept, self.kept = self.kept, None
+        for mine in (arena, kept.arena if kept is not None else None):
+            if mine is not None:
+                self._opened.remove(mine)
         with contextlib.suppress(RuntimeError, HoopError):  # after a CUDA error every call fails with it
             self.synchronize()
             for one in attached:
@@ -176,6 +215,9 @@ class Accelerator:
             if arena is not None:
                 arena.close()
                 arena.gpu.close()
+            if kept is not None:
+                kept.close()
+                kept.gpu.close()
 
     @property
     def name(self) -> str:
@@ -312,7 +354,8 @@ def select_accelerator(context: RankContext, settings: Settings) -> Accelerator 
     if settings.accelerator == "cpu":
         return None
     if settings.accelerator == "emulated":
-        return Accelerator(torch.device("cpu"), capacity=context.arena.capacity)
+        keeps = context.persistent_memory
+        return Accelerator(torch.device("cpu"), capacity=context.arena.capacity, keeps_state=keeps)
     problem = _cuda_problem()
     mine, gathered = np.array([bool(problem)], np.int32), np.zeros(context.size, np.int32)
     context.communicator.run(Operation("all_gather", 1, dtype("int32")), mine, gathered, settings.timeout_s)
@@ -333,6 +376,7 @@ def select_accelerator(context: RankContext, settings: Settings) -> Accelerator 
         context.arena.capacity,
         compiled_kernels=settings.channels_last or settings.precision == "bfloat16",
         opened=context.gpu_arenas,
+        keeps_state=context.persistent_memory,
     )
 
 

@@ -28,6 +28,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import Stage
 from hoop.engine.stage.gpu_stage import batch_counters, flatten_counters
+from hoop.engine.stage.kept_gpu_memory import COMMIT_WORDS, MAX_STRIDE, StateCommit
 from hoop.engine.stage.optimizer import make_tensor_update
 from hoop.engine.stage.state import StageSpec, StageState, StateLayout, StateVectors, make_stage
 
@@ -70,17 +71,24 @@ class ResidentStageState(StageState):
         self.accelerator, self._settings, self._chain = accelerator, settings, spec.chain
         self._channels_last = settings.channels_last
         layout, device = self.layout, accelerator.device
-        self.weights = accelerator.vector(f"{spec.name}weights", layout.state)
+        batch_counts, tail = len(batch_counters(layout)), layout.total - layout.state
+        sizes = [layout.state, *[layout.trained] * len(self.moments), 2 * batch_counts, 2 * COMMIT_WORDS]
+        kept = accelerator.keep_state(*sizes, MAX_STRIDE * tail)
+        self.weights = accelerator.state_vector(f"{spec.name}weights", layout.state)
         """Parameters and float buffers on the GPU, in one vector."""
         half = settings.precision == "bfloat16" and accelerator.cuda
         self._rounded = torch.zeros(layout.trained if half else 0, dtype=torch.bfloat16, device=device)
         """The parameters in bfloat16, from which autocast would make them in each shard; empty without autocast."""
         self.device_moments = [
-            accelerator.vector(f"{spec.name}moment{index}", layout.trained) for index in range(len(self.moments))
+            accelerator.state_vector(f"{spec.name}moment{index}", layout.trained) for index in range(len(self.moments))
         ]
         self.device_total = torch.zeros(layout.total, device=device)
         """Total of the last step: the clipped gradient, the changes of the buffers, and the tail. A step sets it."""
-        self.device_counts = torch.zeros(len(batch_counters(layout)), dtype=torch.int64, device=device)
+        self.device_counts = accelerator.state_vector(f"{spec.name}counters", 2 * batch_counts).view(torch.int64)
+        self.commit: StateCommit | None = None
+        """Which step the state on the GPU is of, for a restarted device; None: it finds no state there."""
+        if kept:
+            self.commit = StateCommit(accelerator.state_vector("commit", 2 * COMMIT_WORDS).view(torch.int64))
         self.tensor_update = make_tensor_update(settings.optimizer, self.weights[: layout.trained], self.device_moments)
         self._lanes: list[Lane] = []
         self._resident_data: dict[int, ResidentData | None] = {}
@@ -116,6 +124,8 @@ class ResidentStageState(StageState):
         """Copy the state from the arena to the GPU, if it was changed there."""
         if not self._device_stale:
             return
+        if self.commit is not None:
+            self.commit.invalidate()
         for device, host in self._pairs():
             device.copy_(host)
         if counters := batch_counters(self.layout):

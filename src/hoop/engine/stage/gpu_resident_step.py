@@ -108,7 +108,7 @@ class StepInputs:
         self._host = accelerator.pinned_buffer(steps, 2 + tail)
         self._host_array = self._host.numpy()
         self._device = torch.zeros(steps, 2 + tail, device=device)
-        self.totals = torch.zeros(steps, tail, device=device)
+        self.totals = accelerator.state_vector("totals", steps * tail).view(steps, tail)
         """The tail of each step's total."""
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         """Index of the next step in the stride."""
@@ -386,6 +386,8 @@ class ResidentStep:
                 rate, count, _ = inputs.current()
             self._peers.sum_into(total, number)
             self._join(self._aux)
+        if state.commit is not None:
+            state.commit.begin_update()
         with self._fork():
             inputs.totals.index_copy_(0, inputs.cursor, total[layout.state :].unsqueeze(0))
             inputs.cursor.add_(1)
@@ -402,3 +404,5 @@ class ResidentStep:
             exact = inputs.exact_rate
             state.tensor_update(gradient, rate if exact is None else exact, count, False)
         self._join(self._aux)
+        if state.commit is not None:
+            state.commit.end_update()

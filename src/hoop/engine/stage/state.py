@@ -20,7 +20,7 @@ round differently, and the update of a stage gives the same bits as the update o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,13 +155,15 @@ class StateVectors:
         """Return an allocator in the same arena whose prefix is this one's, followed by ``prefix``."""
         return StateVectors(self._arena, self._prefix + prefix, self._run)
 
-    def commit_record(self, name: str, rows: Iterable[StateRow]) -> CommitRecord:
+    def commit_record(
+        self, name: str, rows: Iterable[StateRow], further: Mapping[str, object] | None = None
+    ) -> CommitRecord:
         """Make a commit record: for a restarted device, the step of the run that these slices hold.
 
-        ``rows`` name vectors of this allocator.
+        ``rows`` name vectors of this allocator. ``further``: JSON for a reader that knows its keys.
         """
         full_rows = [(*row[:-2], self._prefix + row[-2], row[-1]) for row in rows]
-        record = CommitRecord(self._arena, self._prefix + name, self._run, {"rows": full_rows})
+        record = CommitRecord(self._arena, self._prefix + name, self._run, {"rows": full_rows, **(further or {})})
         self._names.append(record.name)
         return record
 
