@@ -61,6 +61,7 @@ def train_rank(
         try:
             trainer.join() if context.joining else trainer.train()
         except DEVICE_ERRORS as error:
+            trainer.forget_gpu_state()
             if trainer.ranks > 1:
                 _end_process(error, context, emit)
             text = f"device {context.device} ran into: {error}"

@@ -289,6 +289,9 @@ class Trainer:
         began = time.perf_counter()
         works = self._schedule.next_steps(self._done, self._role.stride)
         losses = self._role.advance(works, self._should_stop())
+        notes, self._role.notes = self._role.notes, []
+        for note in notes if self._role.is_reporter else ():
+            self._emit(ev.Warned(note))
         executor.rate = works[-1].rate
         done = self._done + len(works)
         if self._sharded is not None:
@@ -586,6 +589,12 @@ class Trainer:
     def _count_step(self, loss: float) -> None:
         self._done += 1
         self._progress.add(self._done, [loss], 0.0, self.executor.stage_states[0].metrics())
+
+    def forget_gpu_state(self) -> None:
+        """Called after an error of the GPU: a restarted device must not use what is on it."""
+        accelerator = self._opened.accelerator if self._opened is not None else None
+        if accelerator is not None and accelerator.kept is not None:
+            accelerator.kept.end_keeper()
 
     def close(self) -> None:
         """Frees the arena's memory, except the last snapshots, which a client may still read, and the model."""

@@ -138,6 +138,13 @@ def test_a_state_that_may_be_wrong_is_not_used(
     assert load(arena) is None
 
 
+def test_the_state_on_a_gpu_that_had_an_error_is_not_kept(arena: Arena, exits: ExitStack) -> None:
+    device = Device(arena, exits, accelerator="emulated")
+    device.trainer.forget_gpu_state()
+    device.kill()
+    assert load(arena) is None
+
+
 def test_a_state_of_another_run_is_not_used(arena: Arena, exits: ExitStack) -> None:
     device = Device(arena, exits, accelerator="emulated")
     device.kill()

@@ -51,6 +51,8 @@ class RankRole:
 
     def __init__(self, executor: PlanExecutor) -> None:
         self.executor = executor
+        self.notes: list[str] = []
+        """Texts for the user, which the trainer takes and emits as events ``warning``."""
         for stage_state in executor.stage_states.values():
             stage_state.device_id = executor.context.device or executor.rank + 1
 

@@ -105,6 +105,8 @@ class ResidentRole(RankRole):
         self._finished = 0
         """Number of steps of the stride under way whose update was launched."""
         self._meetings = 0
+        self._noted: set[str] = set()
+        """All ``notes`` so far: each is given once."""
         self._updated: torch.cuda.Event | None = None
         """Mark after the last update that was launched; None on an emulated GPU, and before the first."""
 
@@ -160,6 +162,10 @@ class ResidentRole(RankRole):
                     f"runs without a CUDA graph: {refusal}" if refusal else "is recorded as a CUDA graph",
                     now() - began,
                 )
+                if refusal and self._state.accelerator.cuda:
+                    note = f"kernels are launched one by one, which is slower than a CUDA graph: {refusal}"
+                    self.notes += [] if note in self._noted else [note]
+                    self._noted.add(note)
             self._steps[batch] = found
         return found
 

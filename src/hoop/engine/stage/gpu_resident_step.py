@@ -16,7 +16,6 @@ A model that draws random numbers, or has modules of unknown code, runs the same
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -272,7 +271,6 @@ class ResidentStep:
         except RuntimeError as error:
             self.graph_refusal = str(error).splitlines()[0]
             self._seed_blocks(True)
-            warnings.warn(f"training runs without a CUDA graph: {error}", stacklevel=2)
 
     def _seed_blocks(self, seed: bool) -> None:
         """Whether blocks that may draw random numbers are seeded: a CUDA graph cannot record that."""

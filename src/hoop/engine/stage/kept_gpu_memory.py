@@ -78,9 +78,13 @@ class KeptGpuMemory:
         """The position of a vector in the block, which is the same in every process that maps it."""
         return self.arena.offset(vector.data_ptr()) if vector.numel() else 0
 
+    def end_keeper(self) -> None:
+        """End the process that would keep the block, which ends with this process then."""
+        self._keeper.close()
+
     def close(self) -> None:
         """Free the block, and end the process that would keep it."""
-        self._keeper.close()
+        self.end_keeper()
         self.arena.close()
 
 
