@@ -8,6 +8,9 @@ the command's standard streams and of its status pipe. Several processes may sen
 end of the control socket this process exits. It never opens gRPC, runs PyTorch or starts a thread: none of them
 survives a fork.
 
+A training in a forked command measures briefly before its first step (``measure_briefly``), unless the variable
+``HOOP_TEST_MEASURES`` is ``fully``.
+
 ``hoop up``, ``hoop run`` and others (``STARTERS``) start their processes in the same way: from a fork of this process
 that was made before they opened gRPC.
 """
@@ -32,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -41,6 +45,7 @@ LEFT_OUT = ("hoop.__main__", "hoop.lab.", "hoop.torch_backend")
 LATE = (
     "grpc.aio",
     "grpc.experimental",
+    "numpy.ma",
     "numpy.random",
     "pydantic.type_adapter",
     "resource",
@@ -51,6 +56,8 @@ LATE = (
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REQUEST_BYTES = 1 << 20
+MEASURES = "HOOP_TEST_MEASURES"
+"""An environment variable. A command for which it is ``fully`` measures as one that Python started."""
 CLONE_NEWNET = 0x40000000
 NETNS = ["ip", "netns", "exec"]
 """A command in a network namespace begins so; its name follows."""
@@ -169,6 +176,14 @@ def load() -> None:
     for name in LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    sys.path.append(os.path.join(os.path.dirname(__file__), "engine"))
+    from forked_ranks import measure_briefly
+
+    sys.path.pop()
+    measure_briefly()
+    hoop.environment.versions()
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # PyTorch's take each command 0.06 s, to undo what ends with the process
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("an import has started a thread: no process can be forked from here")
     gc.collect()
@@ -231,6 +246,10 @@ def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if request["env"].get(MEASURES) == "fully":
+        from unittest import mock
+
+        mock.patch.stopall()
     tempfile.tempdir = None
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

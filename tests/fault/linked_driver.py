@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("process", "engine")]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "process"))
 
 import train_driver
-from forked_ranks import measure_briefly
 
 import hoop.launch.forked
 import hoop.servers.device
@@ -22,7 +21,6 @@ LEASE_S = 3.0
 
 if __name__ == "__main__":
     hoop.launch.forked.LEASE_S = LEASE_S
-    measure_briefly()
     # ``patch`` raises if the name does not exist; with a plain assignment the devices would silently use shared memory.
     with mock.patch("hoop.servers.device.open_shm_transport", return_value=None):
         train_driver.main()

@@ -72,6 +72,9 @@ MEASURING = {
 }
 
 
+@pytest.mark.slow_if(
+    when=lambda params: (params["strategy"], params["scheme"], params["kind"]) == ("data", "tcp", "cpu")
+)
 @pytest.mark.parametrize(("strategy", "scheme", "kind", "fault"), MEASURING.values(), ids=MEASURING)
 def test_a_rank_dies_while_the_ranks_measure(strategy: str, scheme: str, kind: str, fault: Fault) -> None:
     """The others have set up already, and set up again: with the first weights, in memory that is free."""
@@ -88,9 +91,17 @@ def test_a_rank_dies_while_the_ranks_measure(strategy: str, scheme: str, kind: s
     ("strategy", "size", "faults"),
     [
         pytest.param("pipeline:1f1b", 3, [Fault(1, "settles", 3)], id="committed and not updated"),
-        pytest.param("pipeline:1f1b", 4, [Fault(0, "instruction", 60), Fault(2, "collects")], id="during recovery"),
+        pytest.param(
+            "pipeline:1f1b",
+            4,
+            [Fault(0, "instruction", 60), Fault(2, "collects")],
+            id="during recovery",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("pipeline:1f1b", 3, [Fault(1, "reads", 20)], id="an activation is sent and not read"),
-        pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="a stage of a hybrid"),
+        pytest.param(
+            "hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="a stage of a hybrid", marks=pytest.mark.slow
+        ),
         pytest.param("hybrid:replicas=2", 4, [Fault(2, "adds", 3)], id="while replicas add their gradients"),
         pytest.param("ring", 3, [Fault(2, "meets", 2)], id="of a ring", marks=pytest.mark.slow),
         pytest.param("ps:bsp", 3, [Fault(2, "settles", 4)], id="a server"),
@@ -112,7 +123,7 @@ def test_ranks_join_on_gpus(strategy: str, kind: str) -> None:
     check(results, alone(*reference), 3, alone_losses(*reference))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", [pytest.param("mean", marks=pytest.mark.slow), "sum"])
 def test_a_lost_part_is_recovered_with_a_custom_loss(reduction: str) -> None:
     """The reduction of the loss is detected once, with the initial weights."""
     job = dataclasses.replace(JOBS["normed"], loss=nn.CrossEntropyLoss(reduction=reduction))
@@ -198,7 +209,9 @@ def test_versions_leave_an_arena_in_which_the_new_part_has_no_room_beside_them()
 
 OWNER_AND_HOLDER = [
     pytest.param("pipeline:1f1b", 4, Fault(1, "keeps", 4, others=(2,)), id="before replication"),
-    pytest.param("pipeline:1f1b", 4, Fault(3, "settles", 3, others=(0,)), id="committed and not updated"),
+    pytest.param(
+        "pipeline:1f1b", 4, Fault(3, "settles", 3, others=(0,)), id="committed and not updated", marks=pytest.mark.slow
+    ),
     pytest.param("hybrid:replicas=2", 4, Fault(0, "keeps", 3, others=(2,)), id="of a hybrid"),
     pytest.param(
         "hybrid:replicas=2", 4, Fault(3, "meets", 3, others=(1,)), id="of its other stage", marks=pytest.mark.slow

@@ -10,21 +10,24 @@ import pytest
 from reported_rows import check_same
 from trainings import DRIVER, ENV, HOOP, TIMEOUT_S, hoop_train, run_driver, tcp_cluster
 
-BRIEF_DRIVER = Path(__file__).parent / "brief_driver.py"
 JOB = {"model": "plain", "epochs": 2, "batch_size": 32, "shards": 4}
 FAULTS = [
     "kill@rank=1,step=5,instruction=load",
     "kill@rank=0,step=5,instruction=backward",
+    "stop@rank=1,step=4,seconds=0.5,instruction=forward; kill@rank=2,step=6,instruction=update",
+    "slow@rank=0,step=2,factor=3,instruction=forward; kill@rank=2,step=8,instruction=reduce",
+]
+ON_A_GPU = [
+    "kill@rank=0,step=5,instruction=backward",
     "kill@rank=1,step=5,instruction=reduce",
     "kill@rank=2,step=6,instruction=update",
-    "stop@rank=1,step=4,seconds=0.5,instruction=forward",
-    "slow@rank=0,step=2,factor=3,instruction=forward; kill@rank=2,step=8,instruction=reduce",
+    "stop@rank=1,step=4,seconds=0.5,instruction=forward; kill@rank=0,step=13",
 ]
 
 
 def test_faults_at_any_instruction_do_not_change_the_weights(tmp_path: Path) -> None:
     jobs = [{**JOB, "devices": 1}, *({**JOB, "devices": 3, "faults": fault} for fault in FAULTS)]
-    undisturbed, *results = run_driver(BRIEF_DRIVER, jobs, tmp_path)
+    undisturbed, *results = run_driver(DRIVER, jobs, tmp_path)
     for fault, result in zip(FAULTS, results, strict=True):
         fired = sorted(result.get("faults", []))
         assert len(fired) == fault.count("@"), f"{fault}: {result}"
@@ -38,10 +41,9 @@ def test_faults_at_any_instruction_do_not_change_the_weights(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_faults_while_the_state_is_on_an_emulated_gpu(tmp_path: Path) -> None:
     """Steps are launched in strides; the survivors bring the state to the host, and the same bits come out."""
-    faults = [*FAULTS[1:4], "stop@rank=1,step=4,seconds=0.5,instruction=forward; kill@rank=0,step=13"]
-    jobs = [{**JOB, "devices": 3, "accelerator": "emulated", "faults": one} for one in faults]
-    undisturbed, *results = run_driver(BRIEF_DRIVER, [{**JOB, "devices": 1}, *jobs], tmp_path)
-    for fault, result in zip(faults, results, strict=True):
+    jobs = [{**JOB, "devices": 3, "accelerator": "emulated", "faults": one} for one in ON_A_GPU]
+    undisturbed, *results = run_driver(DRIVER, [{**JOB, "devices": 1}, *jobs], tmp_path)
+    for fault, result in zip(ON_A_GPU, results, strict=True):
         assert len(result.get("faults", [])) == fault.count("@"), f"{fault}: {result}"
         check_same(result, undisturbed)
 
@@ -59,7 +61,7 @@ def test_a_lost_stage_does_not_change_the_weights(tmp_path: Path) -> None:
 def test_a_slow_device_is_reported_and_an_invalid_fault_is_refused(tmp_path: Path) -> None:
     slow = {**JOB, "epochs": 6, "shards": 8, "devices": 2, "faults": "slow@rank=1,step=3,factor=50"}
     invalid = {**JOB, "devices": 2, "faults": "kill@instruction=think"}
-    slowed, refused = run_driver(BRIEF_DRIVER, [slow, invalid], tmp_path)
+    slowed, refused = run_driver(DRIVER, [slow, invalid], tmp_path)
     assert 1 in [straggler["rank"] for straggler in slowed["stragglers"]]
     assert refused["error"] == "InvalidArgument"
 
@@ -86,7 +88,7 @@ def test_an_impossible_fault_is_refused(tmp_path: Path) -> None:
     job = {**JOB, "epochs": 1, "devices": 2}
     for (fault, text), result in zip(
         IMPOSSIBLE.items(),
-        run_driver(BRIEF_DRIVER, [{**job, "faults": fault} for fault in IMPOSSIBLE], tmp_path),
+        run_driver(DRIVER, [{**job, "faults": fault} for fault in IMPOSSIBLE], tmp_path),
         strict=True,
     ):
         assert result.get("error") == "InvalidArgument", f"{fault}: {result}"
@@ -118,7 +120,7 @@ def test_a_fault_in_an_asynchronous_server_fires_in_its_step(tmp_path: Path) -> 
     """Without barriers, servers and workers learn the current step from the messages."""
     faults = "slow@rank=2,step=7,factor=2,instruction=take; slow@rank=0,step=7,factor=2,instruction=get"
     (result,) = run_driver(
-        BRIEF_DRIVER,
+        DRIVER,
         [{**JOB, "epochs": 1, "devices": 3, "strategy": "ps:asp", "faults": faults, "max_steps": 7}],
         tmp_path,
     )

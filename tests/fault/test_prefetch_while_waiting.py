@@ -53,7 +53,7 @@ def test_a_single_rank_and_few_ranks_prefetch_nothing(monkeypatch: pytest.Monkey
     assert [prefetches(one) for one in outcomes] == [0, 0]
 
 
-@pytest.mark.parametrize("occurrence", [13, 14, 25])
+@pytest.mark.parametrize("occurrence", [pytest.param(13, marks=pytest.mark.slow), 14, 25])
 def test_a_rank_that_dies_while_others_prefetch_changes_no_bit(occurrence: int) -> None:
     """The others have loaded for the next step; they finish this one without it, with other shards, and go on."""
     slowdown = [1.0, 1.0, SLOW]

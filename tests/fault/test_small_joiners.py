@@ -46,7 +46,7 @@ def test_a_device_joins_a_job_whose_state_fits_only_with_a_sharded_update(tmp_pa
     check_same(result, undisturbed(*LIMIT))
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "data:sharded"])
+@pytest.mark.parametrize("strategy", ["pipeline", pytest.param("data:sharded", marks=pytest.mark.slow)])
 def test_a_device_without_memory_for_its_part_is_refused_and_the_others_go_on(strategy: str, tmp_path: Path) -> None:
     """All ranks find out in the recovery that it does not fit; the job once ended by that."""
     with running_cluster(2, tmp_path) as processes:

@@ -24,6 +24,8 @@ HOOP = (sys.executable, "-m", "hoop")
 START_S = 120.0
 """Deadline for a process to start, on a machine that is busy with other tests."""
 END_S = 120.0
+RESTING = ("--set", "slowdown=[20, 20, 20, 20]")
+"""Options of an endless training: its devices sleep most of the time, and leave the cores to other tests."""
 GRPC_NOISE = re.compile(
     r'Traceback \(most recent call last\):\n  File "src/python/grpcio[^\n]*\nasyncio.exceptions.CancelledError\n'
 )

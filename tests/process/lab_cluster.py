@@ -94,7 +94,7 @@ def wait_for(condition: Callable[[], Result], what: str, deadline_s: float = CAL
     deadline = time.monotonic() + deadline_s
     while not (result := condition()):
         assert time.monotonic() < deadline, f"{what}: nothing within {deadline_s:g} s"
-        time.sleep(0.005)
+        time.sleep(0.02)
     return result
 
 

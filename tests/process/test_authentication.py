@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -361,6 +362,7 @@ def test_the_memory_of_a_killed_client_is_freed(secured: SecureCluster) -> None:
         deadline = time.monotonic() + CALL_S
         while name in cluster.device(1).buffers():
             assert time.monotonic() < deadline, "the memory of the killed client is not freed"
+            threading.Event().wait(0.02)
 
 
 def test_a_role_token_allows_only_its_role(with_token: SecureCluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import preloaded
+from preload_server import MEASURES
 
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import read_costs
@@ -16,7 +18,8 @@ from hoop.strategies.catalog import parse
 def test_devices_measure_shards_of_two_sizes_and_a_sum_of_gradients(tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
     command = [sys.executable, "-m", "hoop", "calibrate", "mnist", "--devices=2", "--memory=32MiB", "--batch-size=64"]
-    done = preloaded.run([*command, f"--out={out}"], capture_output=True, text=True, timeout=400)
+    environment = {**os.environ, MEASURES: "fully"}
+    done = preloaded.run([*command, f"--out={out}"], capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     assert "measuring mnist on 2 devices" in done.stderr
     costs = read_costs(out)

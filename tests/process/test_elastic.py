@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from background import RESTING
 from test_ranks import DRIVER, SLOW, SMALL, TIMEOUT_S, codes, errors, printed, start_ranks, wait_until
 
 import hoop
@@ -79,7 +80,7 @@ def test_devices_of_this_machine_join_as_they_are_ready(
     start: Start, connect: Callable[..., hoop.Cluster], tmp_path: Path
 ) -> None:
     address = tmp_path / "address"
-    running = start("train", SLOW, *SMALL, "-n", "2:4", "--json", "--address-file", address)
+    running = start("train", SLOW, *RESTING, *SMALL, "-n", "2:4", "--json", "--address-file", address)
     cluster = connect(address_in(address, running))
     began = event(cluster, running, "job_devices", devices=2, more=2)
     assert began == "job 1 has 2 devices and can use 2 more"
@@ -97,7 +98,7 @@ def test_a_job_on_a_cluster_waits_for_the_first_and_takes_no_more_than_the_most(
     where = start("coordinator").address
     first = device(start, where, "--id", 1)
     assert first.first_line
-    running = start("train", SLOW, "--coordinator", where, "-n", "2:3")
+    running = start("train", SLOW, *RESTING, "--coordinator", where, "-n", "2:3")
     wait_until(lambda: "waits for 2 devices, 1 are there" in running.errors, [running])
     cluster = connect(where)
     assert not cluster.status().jobs
@@ -123,7 +124,7 @@ def test_with_fewer_than_the_least_number_the_job_waits(start: Start, connect: C
     where = start("coordinator").address
     devices = [device(start, where, "--id", number) for number in (1, 2)]
     assert all(one.first_line for one in devices)
-    running = start("train", SLOW, "--coordinator", where, "-n", "2", "--min", "2", "--json")
+    running = start("train", SLOW, *RESTING, "--coordinator", where, "-n", "2", "--min", "2", "--json")
     cluster = connect(where)
     event(cluster, running, "job_started")
     for observed in cluster.job(1).events(coordinator_timeout=TIMEOUT_S):

@@ -28,8 +28,8 @@ from lab_target import METHODS, Target, running_target
 from hoop.collectives.registry import CATALOG
 from hoop.wire.generated import hoop_pb2 as pb
 
-EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "20"))
-FEW_AND_MANY = [EXAMPLES, pytest.param(5 * EXAMPLES, marks=pytest.mark.slow)]
+EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "12"))
+FEW_AND_MANY = [EXAMPLES, pytest.param(8 * EXAMPLES, marks=pytest.mark.slow)]
 """Examples of a method, per test."""
 DEADLINE_S = 120.0
 CODES = (

@@ -14,8 +14,7 @@ DRIVER = Path(__file__).with_name("own_code_driver.py")
 RUNS = [
     [1, ""],
     [2, "kill@rank=1,step=4"],
-    [3, "kill@rank=0,step=3,instruction=reduce"],
-    [3, "kill@rank=2,step=5,instruction=update"],
+    [3, "kill@rank=0,step=3,instruction=reduce; kill@rank=2,step=5,instruction=update"],
 ]
 
 
@@ -29,6 +28,6 @@ def trained(example: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("example", ["language_model", "augmented_images"])
 def test_the_weights_are_the_same_on_any_number_of_devices_and_after_a_kill(example: str) -> None:
     found = trained(example)
-    assert [len(one["faults"]) for one in found] == [0, 1, 1, 1], "every fault has struck"
+    assert [len(one["faults"]) for one in found] == [0, 1, 2], "every fault has struck"
     assert len({one["weights"] for one in found}) == 1
     assert len({(one["loss"], *one["metrics"].values()) for one in found}) == 1

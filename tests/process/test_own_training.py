@@ -157,7 +157,10 @@ def test_callbacks_are_called_in_order_and_the_best_checkpoint_stays(tmp_path: P
     assert found["steps"] < 12_000
 
 
-@pytest.mark.skipif(find_spec("opentelemetry.sdk") is None, reason="needs OpenTelemetry: pip install opentelemetry-sdk")
+HAS_OPENTELEMETRY = find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
+
+
+@pytest.mark.skipif(not HAS_OPENTELEMETRY, reason="needs OpenTelemetry: pip install opentelemetry-sdk")
 def test_a_run_is_a_trace_of_opentelemetry(tmp_path: Path) -> None:
     found = shown(TRACE, str(tmp_path / "run"))
     *children, run = found["spans"]

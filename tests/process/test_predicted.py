@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import preloaded
 import pytest
+from preload_server import MEASURES
 
 from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost
 
@@ -26,7 +28,8 @@ def train(strategy: str, *options: str) -> dict[str, float]:
         *options,
     ]
     command += ["--set=max_steps=12", "--set=evaluate_every=0"]
-    done = preloaded.run(command, capture_output=True, text=True, timeout=400)
+    environment = {**os.environ, MEASURES: "fully"}
+    done = preloaded.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, float] = json.loads(done.stdout)
     return result

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from background import RESTING
 from scheduler_environments import slurm
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def test_ranks_train_as_devices_of_one_process_do(start: Start, tmp_path: Path) 
 def test_a_signal_to_all_processes_stops_the_run_and_it_is_resumed(start: Start, tmp_path: Path) -> None:
     """As Slurm does before the time limit: SIGTERM to every process of every task, also those that Hoop forked."""
     out = tmp_path / "run"
-    ranks = start_ranks(start, 2, SLOW, "--out", out, "--auto-resume")  # there is nothing to resume from yet
+    ranks = start_ranks(start, 2, SLOW, *RESTING, "--out", out, "--auto-resume")  # there is nothing to resume from yet
     wait_until(lambda: has_steps(out), ranks)
     for pid in [pid for one in ranks for pid in tree(one.pid)]:
         os.kill(pid, signal.SIGTERM)
@@ -151,7 +152,7 @@ def test_a_mistake_in_the_jobs_code_ends_all_ranks_with_its_code(start: Start) -
 def test_a_rank_that_gets_a_signal_hands_over_and_may_come_back(start: Start, status: Status, tmp_path: Path) -> None:
     """As a pod that is evicted, and started again elsewhere."""
     out, address, job = tmp_path / "run", tmp_path / "address", next(_jobs)
-    arguments = (SLOW, "--out", out, "--address-file", address)
+    arguments = (SLOW, *RESTING, "--out", out, "--address-file", address)
     ranks = start_ranks(start, 3, *arguments, job=job)
     wait_until(lambda: has_steps(out), ranks)
 

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (hoop[dashboard])")
 
+from background import RESTING
 from prometheus_client.parser import text_string_to_metric_families
 
 import hoop
@@ -67,7 +68,9 @@ def test_a_job_a_loss_and_a_recovery_are_in_the_metrics(start: Start, run_hoop: 
     assert before[key("hoop_devices", state="alive")] == 3
     assert before[key("hoop_device_joins_total")] == 3
     assert before[key("hoop_recovery_seconds_count")] == 0
-    detached = run_hoop("train", f"{DRIVER}:slow", "--coordinator", address, "--detach", "--json", within=WAIT_S)
+    detached = run_hoop(
+        "train", f"{DRIVER}:slow", *RESTING, "--coordinator", address, "--detach", "--json", within=WAIT_S
+    )
     assert detached.returncode == 0, detached.stderr
     job = str(json.loads(detached.stdout)["job_id"])
     with hoop.connect(address) as cluster:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import preloaded
 import pytest
 import safetensors.numpy
+from background import RESTING
 
 if TYPE_CHECKING:
     from background import Running
@@ -64,7 +65,7 @@ def wait_until(condition: Callable[[], bool], describe: Callable[[], str], withi
 
 def start_training(start: Start, out: Path, *options: object) -> Running:
     """Start a training that runs until it is stopped; wait for its first steps."""
-    running = start("train", SLOW, "-n", 2, *SMALL, "--out", out, *options)
+    running = start("train", SLOW, *RESTING, "-n", 2, *SMALL, "--out", out, *options)
     metrics = out / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, lambda: running.errors)
     return running

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hoop import environment
 from hoop.engine.job import Job, find_job
 from hoop.engine.recipes import RECIPES
 from hoop.engine.user_code import blaming_user_code
@@ -35,7 +36,7 @@ def job_named(name: str, load: bool = True) -> Job:
 
 
 def preload(optimizer: bool = False) -> None:
-    """Imports what devices and the head process need, once, before they are forked.
+    """Loads what devices and the head process need, once, before they are forked.
 
     ``optimizer``: devices make a ``torch.optim.Optimizer``, which imports ``torch._dynamo``: two seconds in each.
     """
@@ -44,6 +45,9 @@ def preload(optimizer: bool = False) -> None:
         "hoop.engine.trainer",
         "hoop.runs.job_follower",
         "hoop.launch.forked",
+        "numpy.ma",  # NumPy imports it for the first median
+        "numpy.random",
         *(["torch._dynamo"] if optimizer else []),
     ):
         importlib.import_module(module)
+    environment.versions()
