@@ -37,6 +37,7 @@ from tornado.ioloop import IOLoop
 import hoop
 from hoop.dashboard import document as document_module
 from hoop.dashboard.cluster_tab import traffic
+from hoop.dashboard.job_view import JobView
 from hoop.dashboard.server import DashboardConfig, DashboardServer
 from hoop.dashboard.tracer import Tracer
 from hoop.dashboard.view import BufferView, ClusterView, DeviceState, DeviceView, with_status
@@ -458,11 +459,12 @@ def test_hostile_names_are_text_in_a_browser(browser: Any, screenshots: Path, wi
         )
         for number in range(8)
     )  # fmt: skip
-    view = ClusterView(coordinator=hostile, answered=True, devices=devices, now=1.0)
+    job = JobView(1, hostile, tuple(range(8)), "running", strategy="data", batch_size=64, num_microbatches=8)
+    view = ClusterView(coordinator=hostile, answered=True, devices=devices, jobs=(job,), now=1.0)
     server = DashboardServer(lambda: view, DashboardConfig())
     try:
         server.start()
-        page = browser.new_page(viewport={"width": width, "height": 900})
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark")
         problems: list[str] = []
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -477,9 +479,13 @@ def test_hostile_names_are_text_in_a_browser(browser: Any, screenshots: Path, wi
             if tooltip.count():
                 break
         assert width < 1000 or tooltip.count(), "no text at the pointer"
+        page.locator("html.dark").wait_for(timeout=1e3 * WITHIN_S)  # as the system
         page.get_by_role("button", name="Dark").press("Enter")
-        page.locator("html.dark").wait_for(timeout=1e3 * WITHIN_S)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, "no scrolling to the side"
+        page.locator("html:not(.dark)").wait_for(timeout=1e3 * WITHIN_S)
+        for tab, heading in (("Job", f"Job 1: {hostile}"), ("Plan", "Plan"), ("Cluster", "Cluster")):
+            page.get_by_role("button", name=tab, exact=True).click()
+            page.get_by_role("heading", name=heading, exact=True).wait_for(timeout=1e3 * WITHIN_S)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{tab}: no scrolling to the side"
         page.screenshot(path=screenshots / f"dashboard-hostile-{width}.png", full_page=True)
         assert page.title() == "Hoop"
         assert page.locator("img[src=x]").count() == 0

@@ -161,6 +161,14 @@ class Page:
         self._dark.js_on_change(
             "active", CustomJS(code="document.documentElement.classList.toggle('dark', this.active)")
         )
+        # The page begins with the theme of the user's system.
+        self._document.js_on_event(
+            "document_ready",
+            CustomJS(
+                args={"dark": self._dark},
+                code="if (matchMedia('(prefers-color-scheme: dark)').matches) { dark.active = true }",
+            ),
+        )
         self._updates.attach(self._document, self._head)
         buttons = row(*self._buttons.values(), self._dark, styles={"flex-wrap": "wrap"})
         view = self._read_view()

@@ -9,6 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bokeh.layouts import column
 from bokeh.models import (
     ColumnDataSource,
     CustomJS,
@@ -17,6 +18,7 @@ from bokeh.models import (
     FactorRange,
     HoverTool,
     InlineStyleSheet,
+    LayoutDOM,
     TableColumn,
 )
 from bokeh.models.widgets.tables import StringFormatter
@@ -107,8 +109,11 @@ class Source:
             self._updates.change_data(self.model, columns, drawn, self.table, self.chart)
 
 
-def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> DataTable:
-    """A table with these columns: by field, the title and the width. Its cells are text, never HTML."""
+def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> LayoutDOM:
+    """A table with these columns: by field, the title and the width. Its cells are text, never HTML.
+
+    On a page that is narrower than its columns together it is scrolled sideways.
+    """
     found = DataTable(
         source=source.model,
         name=name,
@@ -118,6 +123,7 @@ def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], heig
         ],
         index_position=None,
         height=height,
+        min_width=sum(width for _, width in titles.values()),
         sizing_mode="stretch_width",
         autosize_mode="force_fit",  # "fit_viewport" fails for a table without rows
         reorderable=False,
@@ -126,7 +132,7 @@ def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], heig
     source.table = found
     # Bokeh 3.9 draws a table again only when the number of its rows changes.
     source.model.js_on_change("data", CustomJS(args={"view": found.view}, code="view.change.emit()"))
-    return found
+    return column(found, sizing_mode="stretch_width", styles={"overflow-x": "auto", "overflow-y": "hidden"})
 
 
 def chart(title: str, height: int = 240, hover: Sequence[tuple[str, str]] = (), **options: Any) -> figure:

@@ -114,7 +114,7 @@ class PlanTab:
         self._ranks = FactorRange()
         self._shown: PlanGrid | None = None
         plot = chart(
-            "Instructions by time, in units (drag to move, wheel to zoom)",
+            "Instructions by time, in units",
             hover=[("", "@text"), ("rank", "@rank"), ("what", "@category"), ("from", "@left"), ("to", "@right")],
             y_range=self._ranks,
         )
@@ -127,7 +127,7 @@ class PlanTab:
             text_font_size="11px", text_color="ink",
         )  # fmt: skip
         legend = plot.legend[0]
-        legend.orientation, legend.ncols, legend.location = "horizontal", 4, "left"
+        legend.orientation, legend.ncols, legend.location = "horizontal", 3, "left"
         legend.label_text_font_size, legend.spacing, legend.padding = "12px", 6, 4
         plot.add_layout(legend, "above")
         self._chart = plot
@@ -142,7 +142,8 @@ class PlanTab:
             shards = plural(job.num_microbatches, "shard")
             about = f"Job {job.id}: {job.strategy} on {plural(grid.ranks, 'device')}, {shards} a step."
         legend = (
-            "0F3 is the forward of stage 0 on shard 3; B is a backward, L a load, A a sum of gradients, U an update."
+            "0F3 is the forward of stage 0 on shard 3; B is a backward, L a load, A a sum of gradients, U an update. "
+            "Drag the chart to move it, turn the wheel to zoom."
         )
         set_text(
             self._head,

@@ -108,7 +108,7 @@ class TimelineTab:
             line_color=None, legend_field="category",
         )  # fmt: skip
         legend = plot.legend[0]
-        legend.orientation, legend.ncols, legend.location = "horizontal", 4, "left"
+        legend.orientation, legend.ncols, legend.location = "horizontal", 3, "left"
         legend.label_text_font_size, legend.spacing, legend.padding = "12px", 6, 4
         plot.add_layout(legend, "above")
         self._trace_chart = plot

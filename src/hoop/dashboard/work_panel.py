@@ -121,7 +121,7 @@ class WorkPanel:
         )  # fmt: skip
         plot.x_range.start = 0
         legend = plot.legend[0]
-        legend.orientation, legend.ncols, legend.location = "horizontal", 4, "left"
+        legend.orientation, legend.ncols, legend.location = "horizontal", 3, "left"
         legend.label_text_font_size, legend.spacing, legend.padding = "12px", 6, 4
         plot.add_layout(legend, "above")
         plot.add_layout(self._predicted)
