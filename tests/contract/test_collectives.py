@@ -6,6 +6,7 @@ each rank's thread runs them in order and compares its whole buffers, including 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ SHARED_ALGORITHMS = [
 GUARD = 3
 """Elements after the end of every buffer; no operation may change them."""
 SENTINEL = 77
+LARGE = 1_000_003
+"""Elements of the large vectors."""
 
 
 def over_transports(schemes: Iterable[str], *sizes: int) -> pytest.MarkDecorator:
@@ -176,7 +179,7 @@ def inputs(rng: np.random.Generator, op: str, dtype: DType, size: int) -> Array:
     if op == "prod":
         choices = [1, 2] + ([-1] if dtype.name != "uint8" else []) + ([0.5] if is_float(dtype) else [])
         return as_dtype(rng.choice(np.array(choices, np.float64), size), dtype)
-    return as_dtype(rng.integers(0 if dtype.name == "uint8" else -8, 9, size), dtype)
+    return as_dtype(rng.integers(0 if dtype.name == "uint8" else -8, 9, size, np.int8), dtype)
 
 
 def needed_inputs(rng: np.random.Generator, operation: Operation, n: int) -> list[Array]:
@@ -184,10 +187,21 @@ def needed_inputs(rng: np.random.Generator, operation: Operation, n: int) -> lis
     return [inputs(rng, operation.op, operation.dtype, operation.extents(n, rank)[0]) for rank in range(n)]
 
 
-def prepare(case: Case, sources: list[Array]) -> Case:
-    """Copies the sources into buffers with guards, and the oracle's results into copies of the buffers."""
+@functools.lru_cache(maxsize=1)
+def large_vectors(collective: str, n: int) -> tuple[list[Array], dict[int, Array]]:
+    """The inputs of ``check_large_vectors`` and the oracle's results, which all algorithms of a collective share."""
+    operation = Operation(collective, LARGE if collective != "barrier" else 0, root=1, peer=2)
+    sources = needed_inputs(np.random.default_rng(2), operation, n)
+    return sources, oracle(operation, sources)
+
+
+def prepare(case: Case, sources: list[Array], expected: Mapping[int, Array] | None = None) -> Case:
+    """Copies the sources into buffers with guards, and the oracle's results into copies of the buffers.
+
+    ``expected``: these results, where a caller has them already.
+    """
     operation, n = case.operation, len(sources)
-    expected = oracle(operation, sources)
+    expected = oracle(operation, sources) if expected is None else expected
     for rank in range(n):
         source_size, destination_size = operation.extents(n, rank)
         if case.in_place:
@@ -260,9 +274,10 @@ def cases(collective: str, algorithm: str, n: int, one_in: int = 1, turn: int = 
         for root, peer in [roots[(i + k) % len(roots)]] if entry.reduces else roots:
             operation = Operation(collective, count, dtype, op, algorithm, root, peer, chunk * dtype.itemsize)
             sources = [inputs(rng, op, dtype, n * count) for _ in range(n)]
-            yield prepare(Case(operation), sources)
+            expected = oracle(operation, sources)
+            yield prepare(Case(operation), sources, expected)
             if collective != "all_to_all":
-                yield prepare(Case(operation, in_place=True), sources)
+                yield prepare(Case(operation, in_place=True), sources, expected)
 
 
 def run(ranks: Ranks, batch: list[Case], stepped: bool = False) -> None:
@@ -340,12 +355,11 @@ def test_stepping_round_by_round_gives_the_same_result(ranks: Ranks, collective:
 
 
 def check_large_vectors(ranks: Ranks, collective: str, algorithm: str) -> None:
-    count = 1_000_003 if collective != "barrier" else 0
-    operation = Operation(collective, count, algorithm=algorithm, root=1, peer=2)
-    sources = needed_inputs(np.random.default_rng(2), operation, ranks.size)
-    run(ranks, [prepare(Case(operation), sources)])
+    sources, expected = large_vectors(collective, ranks.size)
+    operation = Operation(collective, LARGE if collective != "barrier" else 0, algorithm=algorithm, root=1, peer=2)
+    run(ranks, [prepare(Case(operation), sources, expected)])
     if collective != "all_to_all":
-        run(ranks, [prepare(Case(operation, in_place=True), sources)])
+        run(ranks, [prepare(Case(operation, in_place=True), sources, expected)])
 
 
 @over_every_transport_at_3

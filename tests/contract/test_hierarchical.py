@@ -347,6 +347,7 @@ def test_vectors_in_arenas(tmp_path: Path, with_arenas: tuple[int, ...]) -> None
 # ---- messages over shared memory and links
 
 
+@pytest.mark.slow_if(when=lambda params: params["ranks"][2] == PLACEMENTS["2x2 in turn"])  # all links of a ring are TCP
 @over_placements("2x2", "2x2 in turn")
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "all_to_all"])
 def test_pending_sends_progress_while_a_rank_waits_on_the_other_transport(ranks: Ranks, collective: str) -> None:

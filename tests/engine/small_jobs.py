@@ -1,7 +1,12 @@
-"""Jobs that train in a second, and their results on one device, which other runs are compared with."""
+"""Jobs that train in a second, and their results on one device, which other runs are compared with.
+
+Faults need steps before and after them; ``short_jobs`` has the same jobs with half the steps.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -36,15 +41,20 @@ class RecordingData(TensorData):
         return super().batch(indices, epoch=epoch, seed=seed, out=out)
 
 
-@lru_cache(maxsize=1)
-def mnist() -> Splits:
+@lru_cache
+def first_of_mnist(samples: int) -> Splits:
+    """The first ``samples`` images to train with, and the next 100 to test with."""
     full = catalog.load("mnist").train
-    inputs, targets = full.batch(torch.arange(SAMPLES + 100).numpy(), epoch=0, seed=0)
+    inputs, targets = full.batch(torch.arange(samples + 100).numpy(), epoch=0, seed=0)
     inputs, targets = inputs.clone(), targets.clone()
     return Splits(
-        RecordingData(inputs[:SAMPLES], targets[:SAMPLES], name="train"),
-        TensorData(inputs[SAMPLES:], targets[SAMPLES:], name="test"),
+        RecordingData(inputs[:samples], targets[:samples], name="train"),
+        TensorData(inputs[samples:], targets[samples:], name="test"),
     )
+
+
+def mnist() -> Splits:
+    return first_of_mnist(SAMPLES)
 
 
 def normed(seed: int) -> nn.Module:
@@ -99,15 +109,16 @@ def settings(strategy: str, **changes: Any) -> Settings:
 
 
 @lru_cache
-def _alone(job: str, changes: tuple[tuple[str, Any], ...]) -> Outcome:
-    return train("shm", 1, settings("data", **dict(changes)), JOBS[job])[0]
+def trained_alone(job: str, data: Callable[[], Splits], changes: tuple[tuple[str, Any], ...]) -> Outcome:
+    """Data parallel training on one device; once a process for all tests that compare with it."""
+    return train("shm", 1, settings("data", **dict(changes)), replace(JOBS[job], data=data))[0]
 
 
 def alone(job: str, changes: tuple[tuple[str, Any], ...] = ()) -> dict[str, Tensor]:
     """Weights and optimizer state after data parallel training on one device."""
-    return tensors_in(checkpoint([_alone(job, changes)]))
+    return tensors_in(checkpoint([trained_alone(job, mnist, changes)]))
 
 
 def alone_losses(job: str, changes: tuple[tuple[str, Any], ...] = ()) -> list[float]:
     """The loss of each step of the same training."""
-    return _alone(job, changes).losses
+    return trained_alone(job, mnist, changes).losses

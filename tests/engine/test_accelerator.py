@@ -10,7 +10,8 @@ import pytest
 import torch
 from forked_ranks import LONG_S, checkpoint, tensors_in, train
 from gloo_group import open_gloo_group
-from small_jobs import JOBS, alone, settings
+from short_jobs import JOBS, alone
+from small_jobs import settings
 from torch import Tensor
 
 from hoop.engine.roles.resident import ResidentRole
@@ -49,7 +50,7 @@ def test_the_emulated_accelerator_gives_the_bits_of_the_cpu(strategy: str, devic
     assert_same(final_state("normed", strategy, devices, accelerator="emulated"), alone("normed"))
 
 
-@pytest.mark.parametrize("strategy", ["ring:async", "ring:async,slices=2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ring:async", marks=pytest.mark.slow), "ring:async,slices=2"])
 def test_emulated_with_several_versions_of_the_weights(strategy: str) -> None:
     emulated, cpu = (final_state("normed", strategy, 2, accelerator=accelerator) for accelerator in ("emulated", "cpu"))
     assert_same(emulated, cpu)
@@ -72,7 +73,7 @@ def test_emulated_with_momentum_clipping_and_micro_batches(scheme: str) -> None:
     assert_same(tensors_in(checkpoint(train(scheme, 3, emulated, JOBS["convolved"]))), expected)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_emulated_gpus_that_exchange_their_rows_give_the_bits_of_the_cpu(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,20 +195,20 @@ def test_activations_and_sums_in_shared_memory_have_the_bits_of_those_through_th
     strategy: str, devices: int, kind: str
 ) -> None:
     """In micro-batches of 2 samples and of 1, with clipping; over TCP nothing is shared."""
-    wanted = settings(strategy, accelerator=kind, epochs=1, batch_size=11, clip=0.5)
+    wanted = settings(strategy, accelerator=kind, epochs=1, batch_size=10, clip=0.5)
     shared, through_the_host = (
         tensors_in(checkpoint(train(scheme, devices, wanted, JOBS["normed"]))) for scheme in ("shm", "tcp")
     )
     assert_same(shared, through_the_host)
     if kind == "emulated":
-        assert_same(shared, alone("normed", (("epochs", 1), ("batch_size", 11), ("clip", 0.5))))
+        assert_same(shared, alone("normed", (("epochs", 1), ("batch_size", 10), ("clip", 0.5))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("strategy", "devices"), [("ps:servers=2", 4), ("ps:asp", 2)])
 def test_several_and_asynchronous_servers_that_share_memory(strategy: str, devices: int, kind: str) -> None:
     """With one worker, the pushes of an asynchronous server are ordered."""
-    changes = {"accelerator": kind, "epochs": 1, "batch_size": 11}
+    changes = {"accelerator": kind, "epochs": 1, "batch_size": 10}
     shared, through_the_host = (
         tensors_in(checkpoint(train(scheme, devices, settings(strategy, **changes), JOBS["normed"])))
         for scheme in ("shm", "tcp")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from forked_ranks import checkpoint, differing, tensors_in, train
-from small_jobs import mnist, settings
+from short_jobs import mnist
+from small_jobs import settings
 from torch import Tensor, nn
 
 from hoop.engine.job import Job

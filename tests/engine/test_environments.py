@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 from forked_ranks import train
-from small_jobs import JOBS, settings
+from short_jobs import JOBS
+from small_jobs import settings
 
 from hoop.engine import numeric_probe, setup
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from forked_ranks import differing
-from small_jobs import JOBS, alone, settings
+from short_jobs import JOBS, alone
+from small_jobs import settings
 
 from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from forked_ranks import differing
-from small_jobs import JOBS, alone, settings
+from short_jobs import JOBS, alone
+from small_jobs import settings
 
 from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator
@@ -35,16 +36,16 @@ def test_a_restarted_process_restores_all_of_the_state(tmp_path: Path) -> None:
             )
 
         events: list[ev.JobEvent] = []
-        first = Trainer(world(1), base.replaced({"max_steps": 5}), JOBS["normed"], events.append, lambda: False)
+        first = Trainer(world(1), base.replaced({"max_steps": 3}), JOBS["normed"], events.append, lambda: False)
         first.train()
         expected = {name: one.clone() for name, one in first._role.restore_targets(first._setup.model).items()}
         stage = first.executor.stage_states[0]
         stage.state_array[stage.layout.trained :] += 1  # as during a forward
         joining = dataclasses.replace(world(9), joining=True)
         second = Trainer(joining, base, JOBS["normed"], events.append, lambda: False)
-        assert second._done == 5
+        assert second._done == 3
         (newest, *_) = second._startup.arena_shards
-        assert newest.step == 5
+        assert newest.step == 3
         found = tensors_from_shard(expected, newest)
         assert found is not None
         restored = second._role.restore_targets(second._setup.model)
@@ -54,7 +55,7 @@ def test_a_restarted_process_restores_all_of_the_state(tmp_path: Path) -> None:
         events.clear()
         second.join()
         assert [one.source for one in events if isinstance(one, ev.StateLoaded)] == ["its own arena"]
-        assert [one.done for one in events if isinstance(one, ev.Started)] == [5]
+        assert [one.done for one in events if isinstance(one, ev.Started)] == [3]
         losses = [(one.first, len(one.loss)) for one in events if isinstance(one, ev.Steps)]
         assert losses[0][0] == 0, "earlier steps are reported again: the process that received their events is gone"
         assert sum(count for _, count in losses) == second._schedule.total_steps

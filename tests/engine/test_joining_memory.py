@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 from pathlib import Path
 
 import pytest
-from small_jobs import JOBS, settings
+from short_jobs import JOBS
+from small_jobs import settings
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext, single_rank
@@ -52,9 +54,13 @@ def is_enough(folder: Path, size: int, future_size: int) -> bool:
 def test_a_joining_rank_needs_the_memory_of_the_ranks_that_it_joins(tmp_path: Path) -> None:
     """A rank of eight sums one shard's gradient; the second total, for a recovery, is less than three more slots."""
     sizes = [quarter << 18 for quarter in range(1, 64)]
-    joining = next(size for size in sizes if is_enough(tmp_path, size, RANKS))
-    alone = next(size for size in sizes if is_enough(tmp_path, size, 0))
-    assert joining < alone, "it is checked as a world of one rank"
+
+    def fewest(future_size: int) -> int:
+        """Index of the least size that is enough."""
+        return bisect.bisect_left(sizes, True, key=lambda size: is_enough(tmp_path, size, future_size))
+
+    joining, alone = fewest(RANKS), fewest(0)
+    assert joining < alone < len(sizes), "it is checked as a world of one rank"
 
 
 def test_a_joining_rank_allocates_no_gradient_slots_for_shards_of_others(tmp_path: Path) -> None:

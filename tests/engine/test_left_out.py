@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_jobs import JOBS, settings
+from short_jobs import JOBS
+from small_jobs import settings
 
 import hoop.engine.fault_tolerance.manager as engine_manager
 import hoop.engine.fault_tolerance.recovery as engine_recovery

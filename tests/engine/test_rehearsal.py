@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from forked_ranks import checkpoint, differing, tensors_in, train
-from small_jobs import JOBS, alone, settings
+from short_jobs import JOBS, alone
+from small_jobs import settings
 
 from hoop.cli.dashboard import simulated
 from hoop.dashboard.simulator import Question

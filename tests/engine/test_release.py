@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_jobs import JOBS, settings
+from short_jobs import JOBS
+from small_jobs import settings
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext

@@ -7,7 +7,8 @@ from functools import lru_cache
 import pytest
 import torch
 from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
-from small_jobs import BATCH, JOBS, SAMPLES, SHARDS, STEPS, alone, flat, mnist, settings
+from short_jobs import JOBS, SAMPLES, STEPS, alone, mnist
+from small_jobs import BATCH, SHARDS, flat, settings
 from torch import Tensor
 
 from hoop.data.sampler import SampleOrder
@@ -152,7 +153,7 @@ def test_a_ring_resumes_from_a_checkpoint_with_the_same_bits(spec: str) -> None:
 
 @pytest.mark.parametrize(("spec", "steps"), [("ring", 3), ("ring:async", 32)])
 def test_all_ranks_stop_at_the_same_step(spec: str, steps: int) -> None:
-    """An asynchronous ring stops at the end of a span: 75 steps per epoch, spans of 32."""
+    """An asynchronous ring stops at the end of a span: 33 steps per epoch, spans of 32."""
     stop_at = 4 if spec == "ring" else 0
     outcomes = train("shm", 2, settings(spec, batch_size=4, shards=2), JOBS["mlp"], stop_at=stop_at)
     assert [one.account["done"] for one in outcomes] == [steps] * 2

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
-from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
+from short_jobs import JOBS, SAMPLES, STEPS, alone
+from small_jobs import settings
 from torch import nn
 
 from hoop.data.dataset import Splits

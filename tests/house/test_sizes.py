@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -82,11 +83,12 @@ class Function:
         return self.name in COMMANDS and self.path == package / "cli" / f"{self.name}.py"
 
 
-def functions(package: Path) -> Iterator[Function]:
-    """Every function of the package, also those inside others."""
+@functools.cache
+def functions(package: Path) -> tuple[Function, ...]:
+    """Every function of the package, also those inside others. Read once: several tests need them."""
 
     def walk(node: ast.AST, path: Path, around: str) -> Iterator[Function]:
-        for child in ast.iter_child_nodes(node):
+        for child in _statements(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 name = around + child.name
                 yield Function(path, child.lineno, name, _body_lines(child), _num_parameters(child))
@@ -94,13 +96,23 @@ def functions(package: Path) -> Iterator[Function]:
             else:
                 yield from walk(child, path, f"{around}{child.name}." if isinstance(child, ast.ClassDef) else around)
 
-    for path in modules(package):
-        yield from walk(ast.parse(path.read_text("utf-8"), str(path)), path, "")
+    return tuple(
+        found for path in modules(package) for found in walk(ast.parse(path.read_text("utf-8"), str(path)), path, "")
+    )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements directly in a node, and its handlers and cases. An expression, most of a file, has none."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        found = getattr(node, name, ())
+        yield from found if isinstance(found, list) else ()
 
 
 def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     declared: set[int] = set()
-    for node in ast.walk(function):
+    remaining: list[ast.AST] = [function]
+    while remaining:
+        remaining += _statements(node := remaining.pop())
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 declared.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))

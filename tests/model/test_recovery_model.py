@@ -21,6 +21,12 @@ def test_generated_schedules(first: int) -> None:
 
 
 TIMES = [0.05, 0.4, 0.8, 1.2, 1.7]
+SOME_TIMES = TIMES[::2]
+"""With several faults, the other times are slow: a quarter of the generated schedules have two losses at once, at any
+time."""
+at_some_times = pytest.mark.parametrize(
+    "times", [SOME_TIMES, pytest.param(TIMES, marks=pytest.mark.slow)], ids=["some times", "all times"]
+)
 DEVICE_FAULTS = ["kill", "pause", "cut", "link", "mute", "deaf", "leave", "join"]
 SILENCES = ["pause", "mute", "slow"]
 COORDINATOR_FAULTS = ["coordinator_kill", "coordinator_pause", "coordinator_cut"]
@@ -56,11 +62,11 @@ def test_all_devices_restart_on_their_arenas(partitioned: bool) -> None:
         assert not find_violation(setup, seed), (setup, seed)
 
 
-def lost_pairs(devices: int, replicas: int, pipelines: int = 1) -> set[tuple[int, int]]:
+def lost_pairs(devices: int, times: list[float], replicas: int, pipelines: int = 1) -> set[tuple[int, int]]:
     """The pairs of devices whose loss at once, for ever and without arenas, ends the job; checks that it does so."""
     lost = set()
     for pair in itertools.combinations(range(1, devices + 1), 2):
-        for at, max_delay_s, seed in itertools.product(TIMES, [0.01, 0.3], range(2)):
+        for at, max_delay_s, seed in itertools.product(times, [0.01, 0.3], range(2)):
             faults = tuple(Fault(at, "kill", device, 0, -1.0) for device in pair)
             setup = Setup(devices, True, False, faults, max_delay_s, replicas, pipelines)
             if Run(setup, Random(seed)).run_to_end() == "lost":
@@ -68,22 +74,27 @@ def lost_pairs(devices: int, replicas: int, pipelines: int = 1) -> set[tuple[int
     return lost
 
 
-def test_with_one_replica_the_loss_of_an_owner_and_its_holder_ends_the_job() -> None:
+@at_some_times
+def test_with_one_replica_the_loss_of_an_owner_and_its_holder_ends_the_job(times: list[float]) -> None:
     """Rank n's replica is at rank n + 1. In a hybrid of two pipelines two devices hold each stage."""
-    assert lost_pairs(4, replicas=1) == {(1, 2), (2, 3), (3, 4), (1, 4)}
-    assert lost_pairs(4, replicas=1, pipelines=2) == {(1, 3), (2, 4)}
+    assert lost_pairs(4, times, replicas=1) == {(1, 2), (2, 3), (3, 4), (1, 4)}
+    assert lost_pairs(4, times, replicas=1, pipelines=2) == {(1, 3), (2, 4)}
 
 
+@at_some_times
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_with_two_replicas_no_two_devices_lost_at_once_end_the_job(pipelines: int) -> None:
+def test_with_two_replicas_no_two_devices_lost_at_once_end_the_job(pipelines: int, times: list[float]) -> None:
     for devices in (3, 4, 5):
-        assert not lost_pairs(devices, replicas=2, pipelines=pipelines)
+        assert not lost_pairs(devices, times, replicas=2, pipelines=pipelines)
 
 
+@at_some_times
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_a_third_loss_with_two_replicas_loses_nothing_that_an_arena_or_a_replica_has(pipelines: int) -> None:
+def test_a_third_loss_with_two_replicas_loses_nothing_that_an_arena_or_a_replica_has(
+    pipelines: int, times: list[float]
+) -> None:
     """Two devices are lost at once, a third one before or after: the job ends as lost only if no one has the state."""
-    for kind, first, second in itertools.product([*DEVICE_FAULTS, *COORDINATOR_FAULTS], TIMES, TIMES):
+    for kind, first, second in itertools.product([*DEVICE_FAULTS, *COORDINATOR_FAULTS], times, times):
         for arenas in (False, True):
             faults = (Fault(first, "kill", 1, 0, 2.0), Fault(first, "kill", 2, 0, 2.0), Fault(second, kind, 3, 4, 2.0))
             ordered = tuple(sorted(faults, key=lambda fault: fault.at))

@@ -93,6 +93,7 @@ def test_an_invalid_size_is_rejected() -> None:
         load("mnist", size=30)
 
 
+@pytest.mark.slow_if(when=lambda params: params["zipped"] and params["folder"] != "mnist")  # the others are not zipped
 @pytest.mark.parametrize("folder", [".", "mnist", "MNIST/raw"])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_files_give_the_same_dataset(data_dir: Path, folder: str, zipped: bool) -> None:

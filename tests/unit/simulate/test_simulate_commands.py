@@ -38,7 +38,7 @@ def test_simulate_prints_a_table_and_writes_charts(tmp_path: Path) -> None:
     assert {"device 0", "device 7"} <= {event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
-@pytest.mark.parametrize("devices", [3, 64])
+@pytest.mark.parametrize("devices", [pytest.param(3, marks=pytest.mark.slow), 64])
 def test_the_page_of_simulate_shows_every_strategy_and_device(tmp_path: Path, devices: int) -> None:
     pytest.importorskip("bokeh", reason="Bokeh is not installed: pip install 'hoop[dashboard]'")
     from page_charts import assert_offline, charts_in
