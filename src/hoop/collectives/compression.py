@@ -1,10 +1,13 @@
 """Compressors: lossy all-reduce of a float32 vector in fewer bytes.
 
-              sent                          bytes              error of one step
-    Cast      float16 or bfloat16           1/2                one rounding, each way
-    Int8      8 bits and a scale a block    about 1/4          at most 1/254 of a block's largest value, each way
-    TopK      the k largest entries         8k·n               all other entries are deferred
-    PowerSGD  a matrix of low rank          r(a+b) of a·b      the residual of the approximation is deferred
+              sent                          bytes          error of one step
+    Cast      float16 or bfloat16           1/2            one rounding, each way
+    Int8      8 bits and a scale a block    about 1/4      at most 1/254 of a block's largest value, each way
+    TopK      the k largest entries         k·n/d          all other entries are deferred
+    PowerSGD  two matrices of rank r        r(a+b)/(a·b)   the residual of the approximation is deferred
+
+``bytes`` is what a rank sends, as a ratio to a ring all-reduce of the uncompressed vector. d: entries of the vector,
+which PowerSGD reads as a matrix of a rows and b columns; n: ranks.
 
 All but Cast keep the difference between the vector and the sent values as a residual and add it to the next vector
 (error feedback), so every part of a gradient arrives in the end. A compressor belongs to one vector:

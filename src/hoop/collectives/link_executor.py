@@ -160,9 +160,9 @@ def run_collective(endpoint: Endpoint, run: Callable[[], None]) -> None:
 def confirm_all_started(endpoint: Endpoint, deadline: float) -> None:
     """Returns when every rank has begun the current collective: log2 n empty messages a rank.
 
-    It ends collectives that do not synchronize by themselves. The root of a broadcast, for example, receives nothing
-    from other ranks and would not learn that their calls do not match. Ranks that share memory have passed a barrier
-    at the start and need no confirmation.
+    Called at the end of collectives that do not synchronize all ranks. The root of a broadcast, for example, receives
+    nothing from other ranks and would not learn that their calls do not match. Ranks that share memory have passed a
+    barrier at the start and need no confirmation.
     """
     if isinstance(endpoint, SharedEndpoint):
         return

@@ -135,7 +135,7 @@ class NativeAllReduce(_NativeReduction):
         return self.run
 
     def _go_on(self, source: Array, destination: Array, deadline: float) -> None:
-        """The arguments keep the vectors alive."""
+        """Resumes a suspended all-reduce. Its arguments only hold references to the vectors."""
         self.finish(AGAIN, deadline)
 
     def _set_vectors(self, source: Array, destination: Array) -> None:
