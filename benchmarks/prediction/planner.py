@@ -31,7 +31,7 @@ from hoop.engine.recipes import RECIPES
 from hoop.errors import HoopError
 from hoop.report.tables import Column, Table
 from hoop.resources import available_cores
-from hoop.runs.job_lookup import job_named, resolved
+from hoop.runs.job_lookup import load_job, with_absolute_path
 from hoop.runs.training import Launch, Training
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs, read_costs
@@ -119,8 +119,8 @@ def step_seconds(job: str, batch_size: int, devices: int, candidate: Candidate, 
     if isinstance(candidate.strategy, DataParallel):
         changes["sharded_update"] = "on" if candidate.strategy.sharded else "off"
         changes["strategy"] = "data"
-    name = resolved(named(job))
-    settings = job_named(name, load=True).defaults(name).replaced(changes).check()
+    name = with_absolute_path(named(job))
+    settings = load_job(name, load=True).defaults(name).replaced(changes).check()
     *_, result = Training(Launch(settings, devices)).events()
     return float(result.to_fields()["step_seconds"])
 

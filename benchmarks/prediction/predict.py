@@ -33,7 +33,7 @@ from hoop.lab.bench.contest import Contest
 from hoop.lab.bench.links import link_seconds, run_in_parallel
 from hoop.report.tables import Column, Table
 from hoop.resources import available_cores
-from hoop.runs.job_lookup import job_named, resolved
+from hoop.runs.job_lookup import load_job, with_absolute_path
 from hoop.runs.training import Launch, Training
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import FREE_MACHINE, Costs, Machine, Points
@@ -91,7 +91,7 @@ def one_run(job: str, devices: int, spec: str, further: dict[str, int]) -> dict[
     everything that is measured before it.
     """
     changes = {"strategy": spec, "evaluate_every": 0, "checkpoint_every": 0, "trace_steps": 0, **further}
-    settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
+    settings = load_job(with_absolute_path(job), load=True).defaults(with_absolute_path(job)).replaced(changes).check()
     seconds: list[float] = []
     started = 0.0
     for observed in Training(Launch(settings, devices)).events():

@@ -33,7 +33,7 @@ from hoop.job_events import Balanced, Started, Steps
 from hoop.plan.instructions import Instruction
 from hoop.report.tables import Column, Table
 from hoop.report.trace import read_spans
-from hoop.runs.job_lookup import job_named, resolved
+from hoop.runs.job_lookup import load_job, with_absolute_path
 from hoop.runs.prediction import predicted_step, usual_seconds
 from hoop.runs.training import Launch, Training
 
@@ -45,7 +45,7 @@ tracing takes time too."""
 def train(job: str, devices: int, spec: str, further: Mapping[str, int]) -> dict[str, Any]:
     """A run: its settings, measured costs, seconds of each step, and spans of each rank."""
     changes = {"strategy": spec, "evaluate_every": 0, "checkpoint_every": 0, "trace_steps": TRACED, **further}
-    settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
+    settings = load_job(with_absolute_path(job), load=True).defaults(with_absolute_path(job)).replaced(changes).check()
     found: dict[str, Any] = {"settings": settings.to_json(), "devices": devices, "spec": spec}
     seconds: list[float] = []
     shares: list[tuple[int, list[int]]] = []

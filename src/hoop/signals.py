@@ -1,4 +1,7 @@
-"""Signals: blocks of code that a handler must not interrupt, and processes that end with their parent."""
+"""Signals: blocks of code that a handler must not interrupt, and processes that end with their parent.
+
+How SIGTERM makes a device leave a job: ``cli/device.py``, then ``servers/drains.py``.
+"""
 
 from __future__ import annotations
 

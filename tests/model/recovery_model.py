@@ -897,7 +897,7 @@ class Run:
 
     def _job_ended(self, text: str) -> None:
         assert self.job is not None
-        self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.deserted else "left"
+        self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.all_leaving else "left"
         if self.outcome == "finished":
             if not self.last_step_done:
                 raise Violation("a job finished, and no device has done its last step")

@@ -13,7 +13,7 @@ import pytest
 from background import HOOP, START_S
 
 from hoop.launch.processes import hoop_command
-from hoop.runs.job_lookup import job_named
+from hoop.runs.job_lookup import load_job
 
 NAMES = ("grpc", "google", "torch", "typer", "rich", "numpy", "safetensors", "asyncio")
 TRAIN = ("train", "mnist", "--devices", "1", "--epochs", "0", "--json")
@@ -56,9 +56,9 @@ def test_only_a_job_of_one_s_own_puts_the_current_folder_into_the_import_path(
 ) -> None:
     """At its end."""
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", os.getcwd())])
-    job_named("mnist", load=False)
+    load_job("mnist", load=False)
     assert "" not in sys.path
     (planted / "job_of_mine.py").write_text("import hoop\nimport json\njob = hoop.Job(None, None)\n")
-    job_named("job_of_mine:job", load=False)
+    load_job("job_of_mine:job", load=False)
     assert sys.path[-1] == ""
     assert list(planted.glob("*.ran")) == []

@@ -45,12 +45,14 @@ def calibrate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.resources import available_cores
     from hoop.runs.calibration_run import calibrated_on_devices, calibrated_on_gpu
-    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.runs.job_lookup import load_job, with_absolute_path
 
     make_folder(out.parent, "--out")
-    found = job_named(resolved(job))
+    found = load_job(with_absolute_path(job))
     changes = {"batch_size": batch_size, "shards": shards, "accelerator": accelerator}
-    settings = found.defaults(resolved(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
+    settings = (
+        found.defaults(with_absolute_path(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
+    )
     if accelerator == "cpu":
         count = devices or available_cores()
         typer.echo(f"measuring {job} on {count} device{'s' * (count > 1)} …", err=True)

@@ -201,7 +201,7 @@ def run_rank_of_scheduler(source: DeviceSource, job: str | None, changes: Mappin
     torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.cli.rank_device import run_rank
     from hoop.engine.entrypoint import train_rank
-    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.runs.job_lookup import load_job, with_absolute_path
     from hoop.runs.meeting import rank_device
 
     placement, credentials = source.placement, source.credentials
@@ -213,8 +213,8 @@ def run_rank_of_scheduler(source: DeviceSource, job: str | None, changes: Mappin
         config = rank_device(placement, memory, credentials, source.timeout_s, source.host, source.ports)
         try:
             if job is not None:  # else rank 0 takes it from its run
-                name = resolved(job)
-                job_named(name).defaults(name).replaced(changes).check()
+                name = with_absolute_path(job)
+                load_job(name).defaults(name).replaced(changes).check()
             return run_rank(placement.meeting_point, config, partial(train_rank, jobs=options.check_jobs(None)))
         except HoopError as error:
             raise type(error)(f"{placement} on {socket.gethostname()}: {error}") from None

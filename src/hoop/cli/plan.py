@@ -35,7 +35,7 @@ def plan(
     failures: Annotated[
         float,
         typer.Option(
-            metavar="N", min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy."
+            metavar="N", min=0, help="Failures per device and hour; candidates are ranked by step time over goodput."
         ),
     ] = 0.0,
     replicate: Annotated[

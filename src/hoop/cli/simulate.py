@@ -53,7 +53,10 @@ def simulate(
         str | None, typer.Option(help="Chance and factor of a slow computation, e.g. 0.05,3.")
     ] = None,
     failures: Annotated[
-        float | None, typer.Option(metavar="N", min=0, help="Losses an hour and device: adds goodput.")
+        float | None,
+        typer.Option(
+            metavar="N", min=0, help="Failures per device and hour (adds the expected goodput to the output)."
+        ),
     ] = None,
     replicate: Annotated[
         bool,
@@ -128,7 +131,7 @@ def simulate(
     typer.echo(f"{table.title}\n\n{table.markdown()}")
     for outcome, share in zip(found, good, strict=True):
         if share is not None:
-            typer.echo(f"{outcome.strategy}: goodput {share:.1%} with {failures:g} losses an hour and device")
+            typer.echo(f"{outcome.strategy}: goodput {share:.1%} with {failures:g} failures per device and hour")
     typer.echo(f"costs: {priced.source}")
     if files:
         typer.echo(f"written to {out}: {', '.join(path.name for path in files)}")

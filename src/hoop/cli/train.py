@@ -396,7 +396,7 @@ def _launch(job: str | None, changes: dict[str, Any], memory: int, folder: RunFo
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import newest_checkpoint
     from hoop.runs.device_count import default_device_count
-    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.runs.job_lookup import load_job, with_absolute_path
     from hoop.runs.run_recorder import saved_settings
     from hoop.runs.training import Launch
 
@@ -407,15 +407,15 @@ def _launch(job: str | None, changes: dict[str, Any], memory: int, folder: RunFo
         if out is None:
             raise InvalidArgument("--resume: it needs --out, the folder of the run to go on with")
         saved, count = saved_settings(out)
-        if job is not None and resolved(job) != saved.job:
+        if job is not None and with_absolute_path(job) != saved.job:
             raise InvalidArgument(f"--resume: the run in {out} is of {saved.job}, not {job}")
         name, devices, found = saved.job, devices or count, newest_checkpoint(out)
     else:
         assert job is not None, "checked by the caller"
         if out is not None and (out / "checkpoints").is_dir() and not folder.begin_again:
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
-        name, saved = resolved(job), None
-    known = job_named(name, load)
+        name, saved = with_absolute_path(job), None
+    known = load_job(name, load)
     settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
     reason = ""
     if devices is None and load:

@@ -39,7 +39,7 @@ from hoop.wire.tokens import find_token
 EVENT_STREAM_ATTEMPTS = 5
 """Number of times that a stream of events that gRPC has cancelled is opened again without an event in between."""
 EVENT_STREAM_BACKOFF_S = 0.1
-"""Seconds by which the wait before each new attempt is longer than the one before."""
+"""Linear backoff: seconds added to the wait with each attempt."""
 BACKGROUND_OPTIONS: Options = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
 """gRPC options of a channel whose streams are read in the background. The thread that reads a stream waits for its
 events by itself. By default gRPC wakes that thread up ten times a second, and has a thread of its own, which wakes up
@@ -383,8 +383,8 @@ def connect(
     ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE, then the token that your own coordinator on
     this machine has made for itself (SECURITY.md).
 
-    ``background``: the client follows events in threads beside devices that train, and wakes up for events only. Not
-    for streams in the main thread: a signal would have to wait.
+    ``background``: the client follows events in threads beside devices that train, and wakes up for events only. Do not
+    use it if the main thread reads a stream: a signal handler would not run until the next event.
 
     >>> with hoop.connect("127.0.0.1:4021") as cluster:
     ...     comm = cluster.communicator(3)

@@ -468,14 +468,14 @@ class CompressedAllReduce:
 
     # ---- communication of the compressors
 
-    def exchange(self, collective: str, source: Array) -> Array:
+    def run_collective(self, collective: str, source: Array) -> Array:
         sent = source.reshape(-1).view(np.uint8)
         count = sent.size // (self.size if collective == "all_to_all" else 1)
         result = np.empty(self.size * count, np.uint8)
         self._prepared(Operation(collective, count, _BYTES))(sent, result, self._deadline)
         return result
 
-    def total(self, part: Array) -> Array:
+    def all_reduce_sum(self, part: Array) -> Array:
         flat = np.ascontiguousarray(part, np.float32).reshape(-1)
         self._prepared(Operation("all_reduce", flat.size))(flat, flat, self._deadline)
         return flat.reshape(part.shape)

@@ -1,10 +1,13 @@
 """Compressors: lossy all-reduce of a float32 vector in fewer bytes.
 
-              sent                          bytes              error of one step
-    Cast      float16 or bfloat16           1/2                one rounding, each way
-    Int8      8 bits and a scale a block    about 1/4          at most 1/254 of a block's largest value, each way
-    TopK      the k largest entries         8k·n               all other entries are deferred
-    PowerSGD  a matrix of low rank          r(a+b) of a·b      the residual of the approximation is deferred
+              sent                          bytes          error of one step
+    Cast      float16 or bfloat16           1/2            one rounding, each way
+    Int8      8 bits and a scale a block    about 1/4      at most 1/254 of a block's largest value, each way
+    TopK      the k largest entries         k·n/d          all other entries are deferred
+    PowerSGD  two matrices of rank r        r(a+b)/(a·b)   the residual of the approximation is deferred
+
+``bytes`` is what a rank sends, as a ratio to a ring all-reduce of the uncompressed vector. d: entries of the vector,
+which PowerSGD reads as a matrix of a rows and b columns; n: ranks.
 
 All but Cast keep the difference between the vector and the sent values as a residual and add it to the next vector
 (error feedback), so every part of a gradient arrives in the end. A compressor belongs to one vector:
@@ -40,10 +43,10 @@ class Peers(Protocol):
 
     size: int
 
-    def exchange(self, collective: str, source: Array) -> Array:
+    def run_collective(self, collective: str, source: Array) -> Array:
         """An ``all_to_all`` or ``all_gather`` of the array's bytes."""
 
-    def total(self, part: Array) -> Array:
+    def all_reduce_sum(self, part: Array) -> Array:
         """The exact sum of all ranks' arrays."""
 
 
@@ -88,9 +91,9 @@ class Cast(Compressor):
     def all_reduce(self, peers: Peers, vector: Vector) -> None:
         n = peers.size
         packed = self._pack(_padded(vector, n))
-        slices = self._unpack(peers.exchange("all_to_all", packed)).reshape(n, -1)
+        slices = self._unpack(peers.run_collective("all_to_all", packed)).reshape(n, -1)
         own = self._pack(slices.sum(axis=0, dtype=np.float32))
-        vector[:] = self._unpack(peers.exchange("all_gather", own))[: vector.size]
+        vector[:] = self._unpack(peers.run_collective("all_gather", own))[: vector.size]
 
 
 class Int8(Compressor):
@@ -128,13 +131,13 @@ class Int8(Compressor):
         values = values + self._residual
         packed = [self._pack(part) for part in values.reshape(n, -1)]
         self._residual = _finite(values - np.concatenate([decoded for _, decoded in packed]))
-        received = peers.exchange("all_to_all", np.concatenate([data for data, _ in packed]))
+        received = peers.run_collective("all_to_all", np.concatenate([data for data, _ in packed]))
         count = values.size // n
         total = np.sum([self._unpack(data, count) for data in received.reshape(n, -1)], axis=0, dtype=np.float32)
         total += self._total_residual
         own, decoded = self._pack(total)
         self._total_residual = _finite(total - decoded)
-        result = peers.exchange("all_gather", own).reshape(n, -1)
+        result = peers.run_collective("all_gather", own).reshape(n, -1)
         vector[:] = np.concatenate([self._unpack(data, count) for data in result])[: vector.size]
 
 
@@ -159,7 +162,7 @@ class TopK(Compressor):
             sent = np.empty(0, np.uint8)
         self._residual = _finite(values)
         vector[:] = 0
-        for data in peers.exchange("all_gather", sent).reshape(peers.size, -1):
+        for data in peers.run_collective("all_gather", sent).reshape(peers.size, -1):
             # The indices of one rank are distinct, so adding by index adds every entry, in rank order.
             vector[data[: 4 * k].view(np.int32)] += data[4 * k :].view(np.float32)
 
@@ -186,11 +189,11 @@ class PowerSGD(Compressor):
         if self._right is None or not np.isfinite(self._right).all():
             # The same on every rank. It is kept between steps and converges to the gradient's dominant directions.
             self._right = np.random.default_rng(self._seed).standard_normal((columns, rank)).astype(np.float32)
-        left = peers.total(matrix @ self._right)
+        left = peers.all_reduce_sum(matrix @ self._right)
         left = np.linalg.qr(left.astype(np.float64))[0].astype(np.float32)
         own = matrix.T @ left
         self._residual = _finite(values - (left @ own.T).reshape(-1)[: values.size])
-        self._right = peers.total(own)
+        self._right = peers.all_reduce_sum(own)
         vector[:] = (left @ self._right.T).reshape(-1)[: vector.size]
 
 

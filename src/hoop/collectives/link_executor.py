@@ -3,9 +3,9 @@
 ``LinkExecution`` executes the instructions of one rank over its links. ``MultiHostExecutor`` executes hierarchical
 plans; ``_HostExecution`` does the part of such a plan inside this host. ``all_to_all_v`` needs no plan.
 
-Inside a host a rank publishes its vector in its stage, piece by piece, unless the vector is in shared memory already
-(an arena). The two stages of a rank alternate: the piece published before a barrier is read after it, while the next
-piece is written to the other stage.
+Inside a host a rank publishes its vector in its staging buffers, piece by piece, unless the vector is in shared memory
+already (an arena). A rank has two of them (double buffering): the piece published before a barrier is read after it,
+while the next piece is written to the other one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hoop.collectives.shm_executor import ShmExecutor
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, LinkCorrupted, PeerLost, WrongLength
 from hoop.transport.base import Endpoint, PendingSend, SharedEndpoint, SpanningEndpoint
 from hoop.transport.call_check import Call, length_mismatch_error
-from hoop.transport.shm_segment import SLOT_BYTES, STAGE_BYTES
+from hoop.transport.shm_segment import SLOT_BYTES, STAGING_BYTES
 
 
 class LinkExecution:
@@ -160,9 +160,9 @@ def run_collective(endpoint: Endpoint, run: Callable[[], None]) -> None:
 def confirm_all_started(endpoint: Endpoint, deadline: float) -> None:
     """Returns when every rank has begun the current collective: log2 n empty messages a rank.
 
-    It ends collectives that do not synchronize by themselves. The root of a broadcast, for example, receives nothing
-    from other ranks and would not learn that their calls do not match. Ranks that share memory have passed a barrier
-    at the start and need no confirmation.
+    Called at the end of collectives that do not synchronize all ranks. The root of a broadcast, for example, receives
+    nothing from other ranks and would not learn that their calls do not match. Ranks that share memory have passed a
+    barrier at the start and need no confirmation.
     """
     if isinstance(endpoint, SharedEndpoint):
         return
@@ -219,7 +219,7 @@ class MultiHostExecutor:
     def _run(
         self, operation: Operation, algorithm: str, call: Call, source: Array, destination: Array, deadline: float
     ) -> None:
-        endpoint, width = self._endpoint, STAGE_BYTES // operation.dtype.itemsize
+        endpoint, width = self._endpoint, STAGING_BYTES // operation.dtype.itemsize
         host, in_arenas = None, False
         if endpoint.local is not None:
             host = _HostExecution(endpoint.local, operation, source, destination, deadline)
@@ -266,11 +266,11 @@ class _HostExecution:
         self._own = (source, destination)
         # A host's total is not final: an average is divided after the last host's total was added.
         self._reduction = Reduction("sum" if operation.op == "avg" else operation.op, operation.dtype)
-        self._stages: list[list[Array]] = []
+        self._staging: list[list[Array]] = []
         self.sources: list[Array] = []
-        """The windows of all ranks of this host: their stages last published, or their sources in arenas."""
+        """The windows of all ranks of this host: their staging buffers last published, or their sources in arenas."""
         self.destinations: list[Array] = []
-        """The destinations of all ranks of this host in arenas; empty where stages are used."""
+        """The destinations of all ranks of this host in arenas; empty where staging buffers are used."""
 
     def run(self, steps: Iterable[CollectiveInstruction]) -> None:
         for step in steps:
@@ -289,12 +289,12 @@ class _HostExecution:
         self.local.barrier(self._deadline, self.call)
         self.call = None
         if not self.destinations:
-            self.sources = self._stages_of(self.local.publish_count + 1)
+            self.sources = self._staging_of(self.local.publish_count + 1)
             self.local.publish_count += 1
 
     def _own_range(self, where: Range) -> Array:
         if where.buffer == WINDOW:
-            own = self._stages_of(self.local.publish_count + 1)[self.local.rank]
+            own = self._staging_of(self.local.publish_count + 1)[self.local.rank]
             return own[where.start : where.stop]
         return self._own[where.buffer][where.start : where.stop]
 
@@ -302,13 +302,13 @@ class _HostExecution:
         arrays = self.sources if where.buffer == WINDOW else self.destinations
         return [array[where.start : where.stop] for array in arrays]
 
-    def _stages_of(self, publication: int) -> list[Array]:
-        """The stages of all ranks that hold their ``publication``-th vector."""
-        if not self._stages:
+    def _staging_of(self, publication: int) -> list[Array]:
+        """The staging buffers of all ranks that hold their ``publication``-th vector."""
+        if not self._staging:
             kind = self._own[BufferRole.SOURCE].dtype
             segments = self.local.segments
-            self._stages = [[segment.stages[turn].view(kind) for segment in segments] for turn in (0, 1)]
-        return self._stages[publication & 1]
+            self._staging = [[segment.staging_buffers[turn].view(kind) for segment in segments] for turn in (0, 1)]
+        return self._staging[publication & 1]
 
 
 def _is_inside_host(step: CollectiveInstruction) -> bool:

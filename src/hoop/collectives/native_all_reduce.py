@@ -30,7 +30,7 @@ from hoop.native.library import (
 )
 from hoop.transport.base import SharedEndpoint, WaitingWork
 from hoop.transport.call_check import Call
-from hoop.transport.shm_segment import SLOT_BYTES, STAGE_BYTES
+from hoop.transport.shm_segment import SLOT_BYTES, STAGING_BYTES
 
 FLAT_READ_BYTES = 16 * 1024
 """Up to this many bytes read from peers, it costs less to read all vectors than to pass a second barrier."""
@@ -74,10 +74,10 @@ class _NativeReduction:
 
 
 class NativeAllReduce(_NativeReduction):
-    """An all_reduce through slots (``flat``) or stages (``staged``), for any source and destination."""
+    """An all_reduce through slots (``flat``) or staging buffers (``staged``), for any source and destination."""
 
     def __init__(self, endpoint: SharedEndpoint, operation: Operation, algorithm: str, call: Call | None) -> None:
-        name, capacity = ("slots", SLOT_BYTES) if algorithm == "flat" else ("stages", STAGE_BYTES)
+        name, capacity = ("slots", SLOT_BYTES) if algorithm == "flat" else ("staging_buffers", STAGING_BYTES)
         windows = [
             addresses([_array_address(getattr(segment, name)[turn]) for segment in endpoint.segments])
             for turn in (0, 1)
@@ -135,7 +135,7 @@ class NativeAllReduce(_NativeReduction):
         return self.run
 
     def _go_on(self, source: Array, destination: Array, deadline: float) -> None:
-        """The arguments keep the vectors alive."""
+        """Resumes a suspended all-reduce. Its arguments only hold references to the vectors."""
         self.finish(AGAIN, deadline)
 
     def _set_vectors(self, source: Array, destination: Array) -> None:

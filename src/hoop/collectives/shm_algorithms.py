@@ -3,7 +3,7 @@
 No message is sent. Every reduction is in rank order, so all ranks get the same bits, by each of the three algorithms:
 
     flat      small vectors: one barrier, then every rank folds all vectors itself (n·S elements read a rank)
-    staged    any memory: copied into the shared stage, folded there slice by slice, copied out
+    staged    any memory: copied into the staging buffer, folded there slice by slice, copied out
     direct    vectors in shared memory (arenas): nothing is copied. Every rank folds its slice of all sources and
               writes it to all destinations (2·S elements read and S written a rank, at memory speed)
 

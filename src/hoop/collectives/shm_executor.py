@@ -2,11 +2,11 @@
 
     each piece of a vector:  publish it in one's window ─▶ barrier ─▶ take, fold ─▶ (barrier ─▶ take, fold …)
 
-A rank's *window* is the memory that it publishes: its slot (small vectors), its stage (large vectors, piece by piece),
-or the vector itself if it is in shared memory already (an arena); then ranks exchange only its address.
+A rank's *window* is the memory that it publishes: its slot (small vectors), its staging buffer (large vectors, piece by
+piece), or the vector itself if it is in shared memory already (an arena); then ranks exchange only its address.
 
-Each rank has two slots and two stages, used alternately: publication p uses number p & 1, called its *parity*. So one
-barrier for each publication is enough before a peer may go on to the next.
+Each rank has two slots and two staging buffers, used alternately: publication p uses number p & 1, called its *parity*.
+So one barrier for each publication is enough before a peer may go on to the next.
 
 A rank reads its own data from its source where that equals its window, and publishes only the parts that others read.
 """
@@ -28,7 +28,7 @@ from hoop.errors import DeadlineExceeded, InvalidArgument
 from hoop.memory.dtypes import DType
 from hoop.transport.base import SharedEndpoint
 from hoop.transport.call_check import Call
-from hoop.transport.shm_segment import SLOT_BYTES, STAGE_BYTES
+from hoop.transport.shm_segment import SLOT_BYTES, STAGING_BYTES
 
 Step = Callable[[Array, Array, int], None]
 """``step(source, destination, start)``: works on the piece that begins at element ``start`` of every block."""
@@ -38,7 +38,7 @@ Span = tuple[int, int]
 
 
 class WindowedOperation:
-    """One operation of one rank through slots or stages, planned once and run on any source and destination."""
+    """One operation of one rank through slots or staging buffers, planned once, run on any source and destination."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class ShmExecutor:
             return partial(self._run_direct, operation, call, Reduction(operation.op, operation.dtype), [])
         return self._build_windowed(operation, algorithm, call)
 
-    # ---- through slots and stages
+    # ---- through slots and staging buffers
 
     def _build_windowed(self, operation: Operation, algorithm: str, call: Call | None) -> RunFunction:
         """``call``: compared at the first barrier; None: it was compared before."""
@@ -284,18 +284,18 @@ class ShmExecutor:
             return NativeAllReduce(self._endpoint, operation, algorithm, call)
         kind, blocks = operation.dtype, operation.blocks(self._endpoint.size)
         small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
-        windows, capacity = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
+        windows, capacity = ("slots", SLOT_BYTES) if small else ("staging_buffers", STAGING_BYTES)
         piece = max(1, capacity // kind.itemsize // blocks)
         return WindowedOperation(self._endpoint, operation, algorithm, self._windows(windows, kind), piece, call)
 
     def _is_native(self, operation: Operation, algorithm: str) -> bool:
-        """Whether the native core runs this operation through slots or stages."""
+        """Whether the native core runs this operation through slots or staging buffers."""
         if operation.collective != "all_reduce" or self._endpoint.native is None or not supports(operation.dtype.name):
             return False
         return algorithm == "staged" or operation.count * operation.dtype.itemsize <= SLOT_BYTES
 
     def _windows(self, name: str, kind: DType) -> list[list[Array]]:
-        """The ``slots`` or ``stages`` of all ranks as arrays of this dtype, for each parity."""
+        """The ``slots`` or ``staging_buffers`` of all ranks as arrays of this dtype, for each parity."""
         windows = self._window_cache.get((name, kind))
         if windows is None:
             segments = self._endpoint.segments
@@ -352,9 +352,9 @@ class ShmExecutor:
         destination: Array,
         deadline: float,
     ) -> None:
-        """Runs an operation in the arenas of all ranks; through stages if some vector is not in one.
+        """Runs an operation in the arenas of all ranks; through staging buffers if some vector is not in one.
 
-        ``fallback``: empty, or the operation through stages once it was needed.
+        ``fallback``: empty, or the operation through staging buffers once it was needed.
         """
         endpoint = self._endpoint
         mapped = self.map_peer_buffers(source, destination, deadline, call)

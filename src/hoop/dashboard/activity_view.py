@@ -20,21 +20,21 @@ from hoop.wire.generated import hoop_pb2 as pb
 
 WINDOW_S = 4.0
 SPACING_S = 0.3
-"""A sample that is closer to the one before it is replaced by the next."""
+"""Minimum seconds between two kept samples; a sample closer to the one before it is replaced by the next."""
 MAX_SAMPLES = 24
-"""More than ``WINDOW_S`` has, at ``SPACING_S``."""
+"""Maximum number of samples kept. A window of ``WINDOW_S`` with samples every ``SPACING_S`` has fewer."""
 STALLED_S = 5.0
 """Without a step for this long, and for three times a step, there is nothing to show."""
 MAX_LINKS = 64
 MAX_SHARDS = 256
 MAX_SHARE_CHANGE = 0.05
-"""Figures are about equal if no share of a device's time differs by more than this,"""
+"""Largest absolute difference of a share of a device's time that counts as unchanged."""
 MAX_RATE_CHANGE = 0.05
-"""and no rate or duration by more than this share of it."""
+"""Largest relative difference of a rate or duration that counts as unchanged."""
 HELD_S = WINDOW_S
-"""Figures are shown for this long, however much the current ones differ: those share samples with them until then."""
+"""Minimum seconds before shown figures are replaced. Until then the current figures share samples with them."""
 SHOWN_S = 30.0
-"""After this time the current figures are shown, however little they have changed."""
+"""Maximum seconds for which figures are shown, however little the current ones differ."""
 PARTS = ("load", "forward", "backward", "communicate", "update", "idle", "other")
 """Parts of a step's time. ``idle``: waiting for other ranks. ``other``: between instructions, and evaluation,
 checkpoints and recoveries between steps."""
@@ -71,7 +71,7 @@ class Sample(NamedTuple):
     at_s: float
     steps: int
     seconds: tuple[float, ...]
-    """By part, without ``other``."""
+    """Seconds by part, in the order of ``PARTS``, without ``other``."""
     bytes_sent: int
     links: tuple[LinkBytes, ...]
 
@@ -85,13 +85,13 @@ class Figures:
     split: dict[str, float]
     """Seconds of a step by part; empty if ``step_seconds`` is None."""
     bytes_a_second: float | None
-    """Sent to other ranks, over links and through shared memory; None before the second step."""
+    """Bytes a second sent to other ranks, over links and through shared memory; None before the second step."""
     links: tuple[LinkRate, ...]
-    """Of the links over TCP, by peer."""
+    """Rates of the links over TCP, by peer."""
 
     @property
     def shares(self) -> Shares | None:
-        """Of the time in the window; None if no step has ended lately."""
+        """Shares of the time in the window; None if no step has ended lately."""
         total = sum(self.split.values())
         if not total:
             return None
@@ -147,14 +147,15 @@ class ActivityView:
     samples: tuple[Sample, ...]
     """Oldest first, at least one."""
     at_s: float = 0.0
-    """Of the newest heartbeat, by the device's clock."""
+    """Time of the newest heartbeat, by the device's clock."""
     shards: tuple[int, ...] = ()
-    """That it computes in a step."""
+    """Shards that the device computes in a step."""
     stages: tuple[int, ...] = ()
+    """Stages of the model that the device holds."""
     shown: Figures | None = None
-    """What pages show; None: the current figures."""
+    """Figures that pages show; None: the current ones."""
     shown_since_s: float = 0.0
-    """When these were current, by the device's clock."""
+    """Time at which ``shown`` was measured, by the device's clock."""
 
     @property
     def figures(self) -> Figures:

@@ -14,7 +14,7 @@ from hoop.dashboard.view import DeviceState
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 SKY, PURPLE, YELLOW, GREY = "#56b4e9", "#cc79a7", "#f0e442", "#8a8a8a"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, GREY)
-"""For hosts, buffers and ranks, in turn."""
+"""Colours of numbered things, such as hosts, buffers and ranks: number i has colour i modulo the length."""
 
 STATE_COLOURS = {
     DeviceState.TRAINING: BLUE,

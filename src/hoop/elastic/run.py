@@ -10,6 +10,7 @@ has started again to the running job. Without a launcher the script is the only 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -130,10 +131,12 @@ class Run:
     # ---- the device in this process
 
     def _serve(self) -> None:
+        error: BaseException | None = None
         try:
             asyncio.run(self._run_device())
-        except BaseException as error:
-            self._exchange.tell(Ended(error))
+        except BaseException as failed:
+            error = failed
+        self._exchange.tell(Ended(error))  # also if the device left before its training thread began
 
     async def _run_device(self) -> None:
         cluster, config = self._cluster, self._cluster.device
@@ -149,7 +152,7 @@ class Run:
         try:
             await server.start()
             watching = asyncio.create_task(asyncio.to_thread(self._await_begin, config.coordinator, config.credentials))
-            ending = asyncio.create_task(asyncio.to_thread(self._ending.wait))
+            ending = asyncio.create_task(self._wait_ending())
             await asyncio.wait([watching, ending], return_when="FIRST_COMPLETED")
             if watching.done():
                 watching.result()
@@ -164,6 +167,22 @@ class Run:
             await server.stop()
             if hosted is not None:
                 await _stop_when_alone(hosted)
+
+    async def _wait_ending(self) -> None:
+        """Returns when ``_ending`` is set.
+
+        A daemon thread waits. A thread of the loop's executor would keep the script from ending if the loop over
+        ``steps`` was left and its iterator was not closed: the interpreter joins these threads first.
+        """
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def wait() -> None:
+            self._ending.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the device has failed
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=wait, name="hoop-elastic-ending", daemon=True).start()
+        await ended.wait()
 
     def _await_begin(self, address: Address | Addresses, credentials: Credentials) -> None:
         """Starts the job, if this process does, and returns when the training thread of this device is there.

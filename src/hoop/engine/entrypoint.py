@@ -49,12 +49,12 @@ def train_rank(
     from hoop.engine.settings import Settings
     from hoop.engine.stage.accelerator import DEVICE_ERRORS, OUT_OF_MEMORY
     from hoop.engine.trainer import Trainer
-    from hoop.engine.user_code import blaming_user_code
+    from hoop.engine.user_code import attribute_exceptions
 
     checked = Settings.from_json(settings).check()
     if checked.faults:
         context = _with_faults(context, _fault_hook(checked, context, emit))
-    with blaming_user_code(f"in {checked.job}"):
+    with attribute_exceptions(f"in {checked.job}"):
         job, prefix = job_for_a_device(checked.job, RECIPES, jobs), f"job{context.job_id}."
         trainer = Trainer(context, checked, job, emit, stopping, resume, prefix)
         emit(Loaded())

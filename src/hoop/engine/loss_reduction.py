@@ -9,7 +9,8 @@
     (3) in training, check a mean again on every shard that contains a new target value: a class with another weight,
         or one that is ignored, may be rare
 
-The trial calls have no side effects: random generators and buffers are restored.
+The trial calls have no side effects: random generators and buffers are restored. The loss itself is computed in
+``stage/autograd.py``, or in ``custom/loss.py`` for jobs of ``engine/custom``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``PlanExecutor`` and ``RuleExecutor`` record every instruction they run. The trainer sets ``tracing`` for the first
 steps, and emits the result when the job ends. ``LiveActivity`` reads the sums while the job runs, and sets ``tracing``
-for a few steps when a client asks for a trace.
+for a few steps when a client asks for a trace. ``report/trace.py`` writes the file ``trace.json``.
 """
 
 from __future__ import annotations

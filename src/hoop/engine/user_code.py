@@ -1,4 +1,4 @@
-"""Tells exceptions of the user's code from bugs in Hoop: a job's model, data and loss run inside Hoop.
+"""Distinguishes exceptions of the user's code from bugs in Hoop: a job's model, data and loss run inside Hoop.
 
 An exception of that code is reported as the user's, with its traceback and without Hoop's frames; any other is a bug.
 """
@@ -17,22 +17,22 @@ from hoop.errors import HoopError, InternalError, UserError
 _HOOP = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MODULES = f"torch{os.sep}nn{os.sep}"
-"""Part of the path of PyTorch's modules: the user chose the layers and losses that Hoop calls, and their inputs."""
+"""Part of the path of PyTorch's modules. They count as user code, because the user chose these layers and losses."""
 
 
 @contextmanager
-def blaming_user_code(where: str) -> Iterator[None]:
-    """Turns an exception raised in the block into a UserError, or into an InternalError if Hoop raised it."""
+def attribute_exceptions(where: str) -> Iterator[None]:
+    """Re-raises a HoopError unchanged; converts any other exception to UserError or InternalError."""
     try:
         yield
     except HoopError:
         raise
     except Exception as error:
-        raise blamed(error, where) from error
+        raise classify_exception(error, where) from error
 
 
-def blamed(error: Exception, where: str) -> HoopError:
-    """A UserError if the traceback has a frame outside Hoop, Python and its libraries, else an InternalError."""
+def classify_exception(error: Exception, where: str) -> HoopError:
+    """UserError if a frame is in user code, or in torch.nn, or the error is a SyntaxError; else InternalError."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [index for index, frame in enumerate(frames) if _is_users(frame.filename)]
     if not users and any(_MODULES in frame.filename for frame in frames):

@@ -1,7 +1,7 @@
 """Broadcasts of parameters, optimizers and objects, and gathering of objects.
 
-Objects are pickled by torch.distributed between the ranks of one run, which execute the same program; nothing else of
-Hoop pickles. Tensors are sent as tensors.
+Objects are pickled by torch.distributed between the ranks of one run, which execute the same program. Tensors are sent
+as tensors. Hoop's own messages, between devices, coordinator and clients, contain no pickled objects.
 """
 
 from __future__ import annotations

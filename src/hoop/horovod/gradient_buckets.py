@@ -107,8 +107,8 @@ class GradientBuckets:
         """Whether reductions have begun that ``synchronize`` has not waited for."""
         return self._started > 0
 
-    def gradient_is_complete(self, parameter: Parameter) -> None:
-        """Called by backward for each parameter, once in a step."""
+    def on_gradient_ready(self, parameter: Parameter) -> None:
+        """Called once in a step for each parameter, when backward has computed its gradient."""
         self._take_sparse(parameter)
         bucket = self._bucket_of[parameter]
         bucket.missing.discard(parameter)

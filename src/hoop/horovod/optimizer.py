@@ -87,7 +87,7 @@ class DistributedOptimizerMixin:
         self._left[parameter] -= 1
         self._synchronized = False
         if not self._left[parameter]:
-            self._buckets.gradient_is_complete(parameter)
+            self._buckets.on_gradient_ready(parameter)
 
     # ---- Horovod's methods
 

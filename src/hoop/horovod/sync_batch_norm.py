@@ -1,4 +1,7 @@
-"""Batch normalization over the batches of all ranks, on CPU and GPU."""
+"""Batch normalization over the batches of all ranks, on CPU and GPU, for programs that use Horovod's interface.
+
+In Hoop's own training ranks sum the changes of batch norm's buffers: ``engine/stage/state.py``.
+"""
 
 from __future__ import annotations
 

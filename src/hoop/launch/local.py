@@ -1,4 +1,7 @@
-"""A cluster on this machine: the coordinator in this process, every device in a separate one. Used by ``hoop up``."""
+"""A cluster on this machine: the coordinator in this process, every device in a separate one. Used by ``hoop up``.
+
+``hoop train`` forks its processes from one that has loaded the job: ``forked.py``, called by ``runs/training.py``.
+"""
 
 from __future__ import annotations
 

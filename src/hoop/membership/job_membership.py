@@ -24,9 +24,10 @@ The rules, in the order in which ``_decide`` applies them:
 ``Assign`` names the devices that come and go; ``state_machine`` numbers the ranks (``_on_rebuilt``): members in their
 old order, then those that join.
 
-Only (2) and (3) declare a job lost, and only when no device is left that may still have its state. A device that loads
-the job is waited for as long as it sends heartbeats, by (2), (3), (4) and by members that leave; ``AwaitLoading`` says
-so.
+(2), (3) and (4) can end a job that is not over: (2) and (3) when no device is left that may still have its state, or
+when none of these came back within the restart grace; (2) and (4) when fewer devices are left than the user allows, and
+no other came within the restart grace. A job that is not elastic does not wait for them. A device that loads the job is
+waited for as long as it sends heartbeats, by (2), (3), (4) and by members that leave; ``AwaitLoading`` says so.
 
 A member that wants to leave keeps its rank until (``_departing``)
 
@@ -34,9 +35,9 @@ A member that wants to leave keeps its rank until (``_departing``)
     (b) another device has taken its place: the job has as many ranks as it began with; or
     (c) its deadline is over, no device is loading the job, and the strategy allows one rank less
 
-A job may state how many devices it takes (``--devices 4:16``, ``--min 3``). Up to ``most`` of them are invited: those
-that join, and those of the cluster that have no work. With fewer than ``floor`` the ranks keep their state and wait,
-for the restart grace, until others come; then the job ends.
+A job may state how many devices it takes (``--devices 4:16``, ``--min 3``). Up to ``max_devices`` of them are invited:
+those that join, and those of the cluster that have no work. With fewer than ``user_min_devices`` the ranks keep their
+state and wait for others for the restart grace. If none come, the job ends.
 """
 
 from __future__ import annotations
@@ -168,19 +169,20 @@ class JobView:
     """Whether devices may join and leave: every device has the whole state, or other devices hold replicas of its
     part."""
     planned: bool = True
-    """Whether ranks change between two steps if no device was lost: no part of the state has to move first."""
+    """True if no rank has the only copy of a part of the state (data parallel, except a sharded update without
+    replicas): ranks then change between two steps and no state has to move first."""
     restart_grace_s: float = 60.0
     """Seconds that the job waits for devices that can come back; 0: not at all."""
     size: int = 0
-    """Number of devices that the job began with, or that it had when one was to leave, if that is less.
+    """Target number of ranks: the initial number, or the number when a leave was requested if smaller.
 
-    A device that leaves is replaced if as many remain.
+    A member may leave once this many ranks remain.
     """
-    least: int = 1
-    """Minimum number of devices that the strategy can use, or that the user allows."""
-    floor: int = 1
+    min_ranks: int = 1
+    """The larger of the strategy's minimum and ``user_min_devices``."""
+    user_min_devices: int = 1
     """Minimum number of devices that the user allows. With fewer the job waits."""
-    most: int = 0
+    max_devices: int = 0
     """Maximum number of devices that the job takes. 0: no limit is stated, and only devices that join are invited."""
     tasks: Mapping[int, TaskView] = field(default_factory=dict)
     """The job's tasks by device id, without tasks that have ended."""
@@ -188,16 +190,16 @@ class JobView:
     """Ids of all devices that ever had a rank."""
     leaving: Mapping[int, float] = field(default_factory=dict)
     """Time until which each device that is to leave waits for another device to take its place."""
-    finding: bool = True
+    listing_tasks: bool = True
     """True while the coordinator starts the tasks, or looks for them after a restart: no rule applies before
     ``TasksListed``."""
     assigning: bool = False
     """True while an ``Assign`` is under way: its ranks are not in the cluster's state yet."""
     undelivered: int = 0
     """Newest generation whose ranks did not reach every member."""
-    moving: int = 0
+    planned_generation: int = 0
     """Generation to which members move between two steps; 0: none."""
-    movers: tuple[int, ...] = ()
+    had_rank_before: tuple[int, ...] = ()
     """Ids of the devices that had a rank when the newest generation was assigned."""
     invite_again: Mapping[int, float] = field(default_factory=dict)
     """Time of the next invitation of each device that an invitation did not reach."""
@@ -205,7 +207,7 @@ class JobView:
     """Incarnations that cannot take part: their data differs, or they do not have the job's code."""
     newcomers: frozenset[int] = frozenset()
     """Devices that have their first rank in a generation whose ranks have not run steps together yet."""
-    unsettled: int = 0
+    unconfirmed_generation: int = 0
     """Newest generation, until its ranks run steps together; 0 after that. No join or leave is planned before."""
     waits_since: float | None = None
     """Time when the first member of the newest generation began to wait; None: none waits."""
@@ -222,7 +224,7 @@ class JobView:
     """True if a task failed by its own code: a user error or a bug."""
     abandoned: bool = False
     """True if a user asked to stop while no device has a rank."""
-    deserted: bool = False
+    all_leaving: bool = False
     """True if all members want to leave, and no device can take over."""
     next_notice: float | None = None
     """Time of the next announcement that the job waits for a device which is loading it; None: it does not wait."""
@@ -238,7 +240,7 @@ def advance(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
         return job, ()
     job, first = _record(job, event, cluster, now)
     job, invited = _invite_idle(job, cluster, now)
-    job, then = _decide(_with_desertion(job, cluster, now), cluster, now)
+    job, then = _decide(_with_all_leaving(job, cluster, now), cluster, now)
     due = [key for key, when in job.invite_again.items() if when <= now and not job.over] if job.invite_again else ()
     for device_id in due:
         job = replace(job, invite_again={key: at for key, at in job.invite_again.items() if key != device_id})
@@ -258,7 +260,7 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
                 job, cluster, device_id, TaskView(incarnation, TaskStage.LOADING, since=now), generation, now
             ), ()
         case TasksListed():
-            return replace(job, finding=False), ()
+            return replace(job, listing_tasks=False), ()
         case DeviceArrived(device_id):
             member = cluster.members.get(device_id)
             arrived = {member.info.incarnation} if member is not None else set()
@@ -340,17 +342,17 @@ def _invite_if_room(job: JobView, cluster: State, device_id: int, now: float) ->
     """Invites a device, unless the job has as many as it takes: then one that lost its rank is released."""
     if _has_room(job, cluster):
         return _invite(job, cluster, device_id, now)
-    stranded = not job.unsettled and device_id in _without_rank(job, cluster.communicator(job.id))
+    stranded = not job.unconfirmed_generation and device_id in _without_rank(job, cluster.communicator(job.id))
     return job, (Release(device_id, True),) if stranded else ()
 
 
 def _invite_idle(job: JobView, cluster: State, now: float) -> Result:
     """Invites devices that have no work: as many as the job still takes, or one if a member wants to leave and no
     device can take its place yet."""
-    if job.finding or job.finished:
+    if job.listing_tasks or job.finished:
         return job, ()
     replacing = _wait_of_leavers(job, cluster, now) == HandoverStage.WAITING
-    if not replacing and not (job.most and _has_room(job, cluster)):
+    if not replacing and not (job.max_devices and _has_room(job, cluster)):
         return job, ()
     running = (cluster.communicators[key] for key in cluster.jobs if key in cluster.communicators)
     busy = {key for one in running for key in one.members}
@@ -360,7 +362,7 @@ def _invite_idle(job: JobView, cluster: State, now: float) -> Result:
         if member.available and member.info.incarnation not in job.refused and key not in job.invite_again:
             job, instructions = _invite(job, cluster, key, now)
             invited += instructions
-            if instructions and not (job.most and _has_room(job, cluster)):
+            if instructions and not (job.max_devices and _has_room(job, cluster)):
                 break
     return job, invited
 
@@ -380,7 +382,9 @@ def _on_resumed(job: JobView, cluster: State, generation: int, now: float) -> Re
     one = cluster.communicator(job.id)
     if generation != one.generation:
         return job, ()
-    job = replace(_reset_backoff(job), unsettled=0, moving=0, grace_until=None, awaited=frozenset())
+    job = replace(
+        _reset_backoff(job), unconfirmed_generation=0, planned_generation=0, grace_until=None, awaited=frozenset()
+    )
     job = replace(job, newcomers=frozenset())
     instructions: tuple[JobInstruction, ...] = ()
     for key in _without_rank(job, one):  # the running ranks have its state
@@ -402,11 +406,16 @@ def _on_assigned(job: JobView, cluster: State, generation: int, planned: bool) -
     for key in one.members:
         if key in tasks:
             tasks[key] = TaskView(tasks[key].incarnation, TaskStage.ACTIVE)
-    movers = tuple(key for key in sorted(job.tasks) if _had_rank(job, key))
+    had_rank = tuple(key for key in sorted(job.tasks) if _had_rank(job, key))
     newcomers = frozenset(one.members) & (job.newcomers | set(one.members) - job.participants)
     participants = job.participants | set(one.members)
     job = replace(job, tasks=tasks, participants=participants, newcomers=newcomers, waits_since=None)
-    job = replace(job, unsettled=generation, moving=generation if planned else 0, movers=movers)
+    job = replace(
+        job,
+        unconfirmed_generation=generation,
+        planned_generation=generation if planned else 0,
+        had_rank_before=had_rank,
+    )
     # Not final until the new ranks run: the state of the released devices may still be needed.
     gone = {*job.leaving, *cluster.link_faults_of(job.id).evicted_until}
     return job, tuple(Release(key, False) for key in _without_rank(job, one) if key in gone)
@@ -417,7 +426,7 @@ def _on_delivered(job: JobView, cluster: State, generation: int, ok: bool, now: 
         return job, ()
     if not ok:
         return _count_attempt(replace(job, undelivered=generation), now), ()
-    return job, (Move(job.movers),) if job.moving == generation else ()
+    return job, (Move(job.had_rank_before),) if job.planned_generation == generation else ()
 
 
 # ---- rules
@@ -425,7 +434,7 @@ def _on_delivered(job: JobView, cluster: State, generation: int, ok: bool, now: 
 
 def _decide(job: JobView, cluster: State, now: float) -> Result:
     one = cluster.communicator(job.id)
-    if job.assigning or job.finding:
+    if job.assigning or job.listing_tasks:
         return job, ()
     working = active(job, cluster)
     waiting = [key for key in working if job.tasks[key].waiting == one.generation]
@@ -435,7 +444,7 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     if job.finished and not _finishing(job, one, working, waiting):
         return _end(job)
     if not working:
-        return _end(job) if job.abandoned or job.deserted else _await_devices(job, cluster, now)  # (2)
+        return _end(job) if job.abandoned or job.all_leaving else _await_devices(job, cluster, now)  # (2)
     if stuck and any(job.tasks[key].lacks for key in waiting):
         return _await_state(job, cluster, waiting, now)  # (3)
     # Other devices may still hold a part of the state of a device that leaves: it stays until the ranks run again.
@@ -444,7 +453,7 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     if _broken(job, cluster, one, working):  # (4)
         if not _backoff_over(job, cluster, now) or _needs_loading(job, cluster):
             return job, ()
-        if 0 < len(_remaining(job, cluster)) < job.floor:
+        if 0 < len(_remaining(job, cluster)) < job.user_min_devices:
             return _await_more(job, cluster, now)
         return _rebuild(job, cluster, dispensable)
     if waiting and job.waits_since is not None:  # (5)
@@ -453,7 +462,7 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
             return job, ()
         return _rebuild(_count_attempt(job, now), cluster, dispensable)
     ready = _ready(job, cluster)
-    if not job.unsettled and not job.finished and (ready or departing):  # (6)
+    if not job.unconfirmed_generation and not job.finished and (ready or departing):  # (6)
         if job.planned:
             assign = Assign(tuple(ready), departing, planned=True)
             return replace(job, assigning=True), (assign,)
@@ -477,26 +486,26 @@ def _departing(job: JobView, cluster: State, now: float) -> tuple[int, ...]:
     found = asked[:replaced]  # (b)
     if not loading(job, cluster):
         found += [key for key in asked[replaced:] if job.leaving[key] <= now]  # (c)
-    found = found[: max(0, ranks - job.least)]
+    found = found[: max(0, ranks - job.min_ranks)]
     return tuple(found if job.planned else found[:1])
 
 
 def _needs_loading(job: JobView, cluster: State) -> bool:
     """Whether the strategy cannot go on with the remaining devices alone, and others are loading the job."""
     ranks = len(active(job, cluster)) + len(_ready(job, cluster))
-    return ranks < job.least and bool(loading(job, cluster))
+    return ranks < job.min_ranks and bool(loading(job, cluster))
 
 
-def _with_desertion(job: JobView, cluster: State, now: float) -> JobView:
-    """The job, with ``deserted`` set if all members want to leave now and no device can take over."""
-    if not job.leaving and not job.deserted:
+def _with_all_leaving(job: JobView, cluster: State, now: float) -> JobView:
+    """The job, with ``all_leaving`` set if all members want to leave now and no device can take over."""
+    if not job.leaving and not job.all_leaving:
         return job
     members = active(job, cluster)
-    if job.finding or not members:
+    if job.listing_tasks or not members:
         return job
     leave_now = all(job.leaving.get(key, now + 1.0) <= now for key in members)
-    deserted = leave_now and not (_ready(job, cluster) or loading(job, cluster))
-    return job if deserted == job.deserted else replace(job, deserted=deserted)
+    all_leave = leave_now and not (_ready(job, cluster) or loading(job, cluster))
+    return job if all_leave == job.all_leaving else replace(job, all_leaving=all_leave)
 
 
 def _finishing(job: JobView, one: CommunicatorState, working: list[int], waiting: list[int]) -> bool:
@@ -506,7 +515,7 @@ def _finishing(job: JobView, one: CommunicatorState, working: list[int], waiting
     join at a planned generation to which the other ranks do not move any more.
     """
     left = [key for key in working if not (key in waiting and job.tasks[key].lacks)]
-    return any(key in job.movers for key in left) if job.moving == one.generation else bool(left)
+    return any(key in job.had_rank_before for key in left) if job.planned_generation == one.generation else bool(left)
 
 
 def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[int]) -> bool:
@@ -518,7 +527,7 @@ def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[
     if job.finished:
         return False
     # Members that have not moved yet run collectives of the previous generation, and need all of its ranks.
-    stranded = job.moving == one.generation and any(not _had_rank(job, key) for key in job.movers)
+    stranded = job.planned_generation == one.generation and any(not _had_rank(job, key) for key in job.had_rank_before)
     return stranded or len(working) < len(one.members)
 
 
@@ -527,7 +536,7 @@ def _rebuild(job: JobView, cluster: State, departing: tuple[int, ...] = ()) -> R
     one = cluster.communicator(job.id)
     ready, working = _ready(job, cluster), active(job, cluster)
     gone = tuple(key for key in one.members if key in departing or key not in (*working, *ready))
-    return replace(job, assigning=True, moving=0), (Assign(tuple(ready), gone),)
+    return replace(job, assigning=True, planned_generation=0), (Assign(tuple(ready), gone),)
 
 
 def _await_devices(job: JobView, cluster: State, now: float) -> Result:
@@ -537,7 +546,7 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
         return _end(job)
     job = _with_grace(job, now)
     waited = not missing or _grace_over(job, cluster, missing, now)
-    if ready and waited and len(ready) < job.floor:
+    if ready and waited and len(ready) < job.user_min_devices:
         return _await_more(job, cluster, now)
     if ready and waited:
         return _rebuild(job, cluster) if _backoff_over(job, cluster, now) else (job, ())
@@ -555,8 +564,8 @@ def _await_more(job: JobView, cluster: State, now: float) -> Result:
         return job, (AwaitMore(ranks, job.grace_until - now),) if began else ()
     waited = f", and no other came within {job.restart_grace_s:g} s" if job.elastic and job.restart_grace_s else ""
     text = (
-        f"{ranks} device{' is' if ranks == 1 else 's are'} left, fewer than the {job.floor} that the job needs (--min)"
-        f"{waited}; start devices, and go on with --resume if it has --out, or with a lower --min"
+        f"{ranks} device{' is' if ranks == 1 else 's are'} left, fewer than the {job.user_min_devices} that the job "
+        f"needs (--min){waited}; start devices, and go on with --resume if it has --out, or with a lower --min"
     )
     return _end(job, PeerLost.__name__, text)
 
@@ -566,7 +575,7 @@ def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -
     worst = next(job.tasks[key] for key in waiting if job.tasks[key].lacks)
     if job.newcomers and not job.newcomers.issuperset(waiting) and not _lacks_state(worst):
         return _refuse_newcomers(job, cluster, waiting, worst.lacks, now)
-    # What one has that is to leave and has no rank, or waits for one, is needed: it stays, and is invited again below.
+    # A leaving device without a rank may hold the missing state: cancel its leave; it is invited again below.
     for key in job.leaving.keys() & job.participants - set(waiting):
         job = _not_leaving(job, key)
     ready, missing = _ready(job, cluster), _may_return(job, cluster)
@@ -587,7 +596,7 @@ def _refuse_newcomers(job: JobView, cluster: State, waiting: list[int], text: st
     refused = tuple(Refuse(key, text) for key in sorted(job.newcomers & job.tasks.keys()))
     members = cluster.communicator(job.id).members
     gone = tuple(key for key in members if key in job.newcomers or key not in waiting)
-    job = replace(job, assigning=True, moving=0, participants=job.participants - job.newcomers)
+    job = replace(job, assigning=True, planned_generation=0, participants=job.participants - job.newcomers)
     return job, (*refused, Assign(leaving=gone))
 
 
@@ -655,16 +664,17 @@ def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handov
     """How far a device that is to leave has handed over its part of the job."""
     if job.over or job.id not in cluster.communicators:
         return Handover(HandoverStage.DONE)
-    if job.finding:
+    if job.listing_tasks:
         return Handover(HandoverStage.MOVING)
     if device_id not in job.tasks or device_id not in job.participants:
         return Handover(HandoverStage.DONE)
-    members = cluster.communicator(job.id).members  # without a rank: the others have its state soon, or need it again
+    members = cluster.communicator(job.id).members
+    # A non-member is MOVING: the others are still recovering its state, or will invite it again.
     if device_id not in members or job.assigning or device_id in _departing(job, cluster, now):
         return Handover(HandoverStage.MOVING)
     if found := loading(job, cluster):
         return Handover(HandoverStage.LOADING, tuple(sorted(found)), now - min(found.values()))
-    if _ready(job, cluster) or _departing(job, cluster, now) or job.unsettled or job.finished:
+    if _ready(job, cluster) or _departing(job, cluster, now) or job.unconfirmed_generation or job.finished:
         return Handover(HandoverStage.MOVING)
     if _broken(job, cluster, cluster.communicator(job.id), active(job, cluster)):
         return Handover(HandoverStage.MOVING)
@@ -739,14 +749,17 @@ def _ready(job: JobView, cluster: State) -> list[int]:
     for key in sorted(key for key in found if key not in out and key not in job.leaving):
         if _can_take_part(job, cluster.members[key]) and not _cut_off(job, cluster, key, ready):
             ready.append(key)
-    if not job.most:
+    if not job.max_devices:
         return ready
     stay = sum(key not in job.leaving for key in active(job, cluster))
-    return ready[: max(0, job.most - stay)]
+    return ready[: max(0, job.max_devices - stay)]
 
 
 def _remaining(job: JobView, cluster: State) -> list[int]:
-    """The devices that would have a rank if ranks were assigned now: a dead one may still have its task here."""
+    """Devices that would get a rank now.
+
+    Health is checked, because a dead device's task may not have been removed yet.
+    """
     out = cluster.link_faults_of(job.id).evicted_until
     found = (*active(job, cluster), *_ready(job, cluster))
     return [key for key in found if cluster.members[key].usable and key not in out]
@@ -754,11 +767,11 @@ def _remaining(job: JobView, cluster: State) -> list[int]:
 
 def _has_room(job: JobView, cluster: State) -> bool:
     """Whether the job takes another device beside those that have a rank and stay, and those that will get one."""
-    if not job.most:
+    if not job.max_devices:
         return True
     without, members = _without_rank(job, cluster.communicator(job.id)), cluster.members
     taking_part = (key for key in job.tasks if key not in without and key not in job.leaving)
-    return sum(key in members and members[key].usable for key in taking_part) < job.most
+    return sum(key in members and members[key].usable for key in taking_part) < job.max_devices
 
 
 def _cut_off(job: JobView, cluster: State, device_id: int, ready: Sequence[int] = ()) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from hoop.native.build import HERE, LIBRARY, source_hash
 
 DONE, AGAIN, FAILED, MISMATCH = range(4)
-"""What a function of the library returns."""
+"""Return codes of the library's functions."""
 FLAT, STAGED, DIRECT, ORDERED = range(4)
 """Algorithms."""
 DTYPES = ("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8")

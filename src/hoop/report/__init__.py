@@ -1,4 +1,6 @@
-"""Output: metrics, TensorBoard, traces, charts, tables and pages. Where the figures come from is unknown here.
+"""Output: metrics, TensorBoard, traces, charts, tables and pages.
+
+This package does not depend on the source of the figures.
 
 May import: plan.
 """

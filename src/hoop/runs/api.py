@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from hoop import job_events as ev
 from hoop import torch_versions
 from hoop.config import parse_size
-from hoop.engine.user_code import blaming_user_code
+from hoop.engine.user_code import attribute_exceptions
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
@@ -127,7 +127,7 @@ def _try_optimizer(job: Job, settings: Settings, model: nn.Module, samples: int)
     """Makes the optimizer and the scheduler of a job, and a step: their mistakes are found before the first device."""
     from hoop.engine.custom.setup import check_parts
 
-    with blaming_user_code("making the optimizer before the first step"):
+    with attribute_exceptions("making the optimizer before the first step"):
         check_parts(job, settings, model, samples)
 
 
@@ -192,7 +192,7 @@ def _try_job(job: Job, settings: Settings, target: _RunTarget, named: bool) -> J
     loaded = job.data()  # before the fork: devices share what is loaded now
     samples = len(loaded.train)
     # Devices compile for themselves: compiling here would start threads, which are not there after a fork.
-    with blaming_user_code("calling the model and the loss before the first step"), compilation_disabled():
+    with attribute_exceptions("calling the model and the loss before the first step"), compilation_disabled():
         model = None if named else build_model(job, settings.seed)
         job = with_criterion(job, loaded.train, settings.seed, model)
     if model is not None and isinstance(job.loss, CustomLoss):

@@ -16,7 +16,7 @@ import torch
 from hoop.engine.cost_probe import VECTOR_BYTES, ShardComputation, measure_communication, measure_costs, profile_blocks
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
-from hoop.engine.user_code import blaming_user_code
+from hoop.engine.user_code import attribute_exceptions
 from hoop.resources import available_cores
 from hoop.runs.prediction import MeasuredCosts, measured_job_costs
 from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine
@@ -40,7 +40,7 @@ def calibrated(
     """Measures a job in this process, on one thread; ``crowding`` measures how busy cores slow each other down."""
     torch.set_num_threads(1)
     rows = -(-settings.batch_size // settings.num_microbatches)
-    with blaming_user_code(f"measuring {settings.job}"):
+    with attribute_exceptions(f"measuring {settings.job}"):
         low = _measure(job, settings, max(1, rows // 4))
         high = _measure(job, settings, rows, (*VECTOR_BYTES, 1 << 24))
     costs = measured_job_costs(high, machine)

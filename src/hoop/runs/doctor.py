@@ -218,15 +218,15 @@ def _check_job(options: MachineOptions) -> tuple[Check, str]:
     from hoop.data.dataset import fingerprint
     from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
-    from hoop.engine.user_code import blaming_user_code
-    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.engine.user_code import attribute_exceptions
+    from hoop.runs.job_lookup import load_job, with_absolute_path
 
     try:
-        with blaming_user_code(f"loading {options.job}"):
+        with attribute_exceptions(f"loading {options.job}"):
             if options.jobs is not None:
                 job = job_for_a_device(options.job, RECIPES, options.jobs)
             else:
-                job = job_named(resolved(options.job), load=False)
+                job = load_job(with_absolute_path(options.job), load=False)
             data = job.data()
         return Check("job and data", Verdict.OK, f"{options.job}: {describe_data(data)}"), fingerprint(data)
     except HoopError as error:

@@ -24,12 +24,12 @@ from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import Criterion, num_correct
-from hoop.engine.user_code import blaming_user_code
+from hoop.engine.user_code import attribute_exceptions
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
 from hoop.runs.checkpoint_store import FoundCheckpoint, read, read_newest
 from hoop.runs.job_follower import weights_digest
-from hoop.runs.job_lookup import job_named, resolved
+from hoop.runs.job_lookup import load_job, with_absolute_path
 from hoop.runs.job_objects import load_into
 
 
@@ -61,7 +61,7 @@ def load_trained(place: Path, job: str | None = None) -> TrainedModel:
     if not isinstance(steps, int):
         raise FailedPrecondition(f"{path}: a checkpoint without its number of steps")
     if job is not None:
-        settings = settings.replaced({"job": resolved(job)})
+        settings = settings.replaced({"job": with_absolute_path(job)})
     elif settings.job.startswith("inherited:"):
         raise FailedPrecondition(
             f"{path}: this run was started by hoop.train with live objects, which only that program has; "
@@ -72,8 +72,8 @@ def load_trained(place: Path, job: str | None = None) -> TrainedModel:
             f"{path}: it is of the job {settings.job}, which is no recipe; a checkpoint must not choose the code that "
             "is run: name the job yourself, with --job file.py:name or --job module:name"
         )
-    known = job_named(settings.job, load=False)
-    with blaming_user_code(f"making the model of {settings.job}"):
+    known = load_job(settings.job, load=False)
+    with attribute_exceptions(f"making the model of {settings.job}"):
         model = build_model(known, settings.seed)
     load_into(model, tensors)
     return TrainedModel(found, settings, steps, known, model, weights_digest(tensors))
@@ -84,7 +84,7 @@ def measure(one: TrainedModel) -> dict[str, Any]:
 
     ``split`` in the result says which.
     """
-    with blaming_user_code(f"evaluating {one.settings.job}"):
+    with attribute_exceptions(f"evaluating {one.settings.job}"):
         splits = one.job.data()
         data = splits.test
         one.model.eval()
@@ -153,7 +153,7 @@ def _program(one: TrainedModel) -> bytes:
     data = one.job.data().test
     inputs = data.batch(np.arange(2, dtype=np.int64), epoch=0, seed=0)[0]
     one.model.eval()
-    with blaming_user_code(f"exporting {one.settings.job}"):
+    with attribute_exceptions(f"exporting {one.settings.job}"):
         program = torch.export.export(
             one.model, (inputs,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False
         )

@@ -10,23 +10,23 @@ from pathlib import Path
 from hoop import environment
 from hoop.engine.job import Job, find_job
 from hoop.engine.recipes import RECIPES
-from hoop.engine.user_code import blaming_user_code
+from hoop.engine.user_code import attribute_exceptions
 
 
-def resolved(name: str) -> str:
+def with_absolute_path(name: str) -> str:
     """The name with an absolute path, if it names a file."""
     where, colon, attribute = name.rpartition(":")
     return f"{Path(where).resolve()}:{attribute}" if colon and where.endswith(".py") else name
 
 
-def job_named(name: str, load: bool = True) -> Job:
+def load_job(name: str, load: bool = True) -> Job:
     """Loads a job; an exception of the user's code becomes a UserError with its traceback.
 
     With ``load`` it reads the data, and imports meanwhile what devices need.
     """
     if ":" in name and "" not in sys.path:
         sys.path.append("")  # modules of the current folder can be imported; last, so that none replaces another
-    with blaming_user_code(f"loading {name}"):
+    with attribute_exceptions(f"loading {name}"):
         job = find_job(name, RECIPES)
         if load:
             with ThreadPoolExecutor(1) as pool:  # it ends before devices are forked

@@ -42,10 +42,10 @@ def costs_of(job: str, file: Path | None) -> Costs:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from hoop.runs.calibration import calibrated
-    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.runs.job_lookup import load_job, with_absolute_path
 
-    found = job_named(resolved(job), load=False)
-    return calibrated(found, found.defaults(resolved(job)).check(), Machine())
+    found = load_job(with_absolute_path(job), load=False)
+    return calibrated(found, found.defaults(with_absolute_path(job)).check(), Machine())
 
 
 def sizes(costs: Costs, batch_size: int | None, shards: int | None, devices: int) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Pending:
     @property
     def can_move(self) -> bool:
         """Whether the job can go on without the device, now or later."""
-        return self.supervisor.view.elastic and not self.supervisor.view.deserted
+        return self.supervisor.view.elastic and not self.supervisor.view.all_leaving
 
 
 class Drains:
@@ -188,7 +188,7 @@ class Drains:
                 text, waited = loading_text(found.device_ids, found.seconds), found.seconds
             case HandoverStage.WAITING:
                 others = [key for key in one.supervisor.record.communicator.members if key != device_id]
-                enough = others and len(others) >= one.supervisor.view.least
+                enough = others and len(others) >= one.supervisor.view.min_ranks
                 then = "then the others go on without it" if enough else "then the drain fails"
                 text = (
                     f"no device is there to take the place of device {device_id} ({waited:.0f} s; waits "
@@ -207,8 +207,8 @@ class Drains:
 
     def _no_replacement(self, device_id: int, one: Pending, timeout_s: float) -> str:
         others = [key for key in one.supervisor.record.communicator.members if key != device_id]
-        least = one.supervisor.view.least
-        short = "has no other device" if not others else f"needs at least {least} devices"
+        min_ranks = one.supervisor.view.min_ranks
+        short = "has no other device" if not others else f"needs at least {min_ranks} devices"
         return (
             f"device {device_id} was not drained, it keeps its work: job {one.job_id} {short}, and within "
             f"{timeout_s:g} s none came that can take its place; start one with: hoop device --join "

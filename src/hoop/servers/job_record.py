@@ -96,19 +96,19 @@ class JobRecord:
 
     @property
     def min_devices(self) -> int:
-        """The fewest devices that its strategy can use."""
+        """Minimum number of devices that its strategy can use."""
         try:
             return min_devices(parse(str(self._settings.get("strategy", DataParallel.name))))
         except InvalidArgument:
             return 1
 
     @property
-    def floor(self) -> int:
-        """The fewest devices with which it goes on (``--min``)."""
+    def user_min_devices(self) -> int:
+        """Minimum number of devices that the user allows (``--min``)."""
         return max(1, self._whole("min_devices"))
 
     @property
-    def most(self) -> int:
+    def max_devices(self) -> int:
         """The most devices that it takes (``--devices 4:16``); 0: no limit is stated."""
         return self._whole("max_devices")
 

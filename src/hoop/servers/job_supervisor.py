@@ -72,9 +72,9 @@ class JobSupervisor:
             planned=record.moves,
             restart_grace_s=coordinator.config.restart_grace_s,
             size=len(participants or record.communicator.members),
-            least=max(record.min_devices, record.floor),
-            floor=record.floor,
-            most=record.most,
+            min_ranks=max(record.min_devices, record.user_min_devices),
+            user_min_devices=record.user_min_devices,
+            max_devices=record.max_devices,
             participants=frozenset(participants),
         )
         self._unsubscribe = [
@@ -299,7 +299,7 @@ class JobSupervisor:
 
     def _suspend_heartbeats_again(self) -> None:
         """Suspends the heartbeats of the devices that still load the job, from their last heartbeat on."""
-        if not self.view.finding:
+        if not self.view.listing_tasks:
             self._loading &= set(self.view.tasks)
         for device_id in self._loading & self._coordinator.state.members.keys():
             heartbeats = self._coordinator.state.members[device_id].heartbeats
@@ -321,15 +321,16 @@ class JobSupervisor:
     def announce_size(self) -> None:
         """Publishes how many devices the job has, and how many more it can use, if it says so."""
         record = self.record
-        if record.most:
+        if record.max_devices:
             count = len(record.communicator.members)
-            more = max(0, record.most - count)
+            more = max(0, record.max_devices - count)
             text = f"job {record.id} has {count} device{'s' * (count != 1)} and can use {more} more"
             self._coordinator.events.publish("job_devices", text, job=record.id, devices=count, more=more)
 
     def _announce_shortage(self, ranks: int, seconds: float) -> None:
+        needed = self.record.user_min_devices
         text = (
-            f"job {self.record.id} has {ranks} device{'s' * (ranks != 1)} and needs {self.record.floor} (--min); waits "
+            f"job {self.record.id} has {ranks} device{'s' * (ranks != 1)} and needs {needed} (--min); waits "
             f"{seconds:.0f} s for others; start one with: hoop device --join {self._coordinator.address}"
         )
         self._coordinator.events.publish("job_waiting_for_restart", text, job=self.record.id)

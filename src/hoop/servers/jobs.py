@@ -390,8 +390,8 @@ class Jobs:
                     device_ids=devices,
                     status=status,
                     reason=one.text[:1000],
-                    min_devices=self._jobs[one.id].floor if one.id in self._jobs else 0,
-                    max_devices=self._jobs[one.id].most if one.id in self._jobs else 0,
+                    min_devices=self._jobs[one.id].user_min_devices if one.id in self._jobs else 0,
+                    max_devices=self._jobs[one.id].max_devices if one.id in self._jobs else 0,
                 )
             )
         return found

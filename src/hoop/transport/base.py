@@ -194,7 +194,7 @@ class SharedEndpoint(Endpoint):
     @property
     @abstractmethod
     def publish_count(self) -> int:
-        """How many vectors this rank has published in its segment; slots and stages alternate."""
+        """How many vectors this rank has published in its segment; slots and staging buffers alternate."""
 
     @publish_count.setter
     @abstractmethod

@@ -1,13 +1,14 @@
 """The layout of one rank's shared-memory segment in a communicator.
 
-    | control | slot 0 | slot 1 | stage 0 | stage 1 | ring for peer 0 | … | calls 0 | calls 1 | semaphores |
-      barrier   small vectors     large vectors       messages, as a        fingerprints of all
-      count,                                          ring of blocks        ranks' calls; only
-      words,                                                                rank 0's are used
+    | control | slot 0 | slot 1 | staging 0 | staging 1 | ring for peer 0 | … | calls 0 | calls 1 | semaphores |
+      barrier   small vectors     pieces of large         messages, as a        fingerprints of all
+      count,                      vectors                 ring of blocks        ranks' calls; only
+      words,                                                                    rank 0's are used
       texts
 
-Slots, stages and calls alternate, so that the next operation can begin while a peer still reads the last one.
-The memory has no name: one rank creates it, and its peers receive a descriptor of it.
+Slots, staging buffers and calls are double: an operation uses one of each and the next operation the other, so that it
+can begin while a peer still reads the last one. The memory has no name: one rank creates it, and its peers receive a
+descriptor of it, which ``shm_listener.py`` exchanges.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _NATIVE_WORD = 8 + 2 * CONTROL_WORDS
 _LEFT_WORD = _NATIVE_WORD + 1
 _SLEEPERS_AT = 256
 SLOT_BYTES = 16 * 1024
-STAGE_BYTES = 1024 * 1024
+STAGING_BYTES = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
 BLOCKS = 4
 _CALL_TEXT_AT = 1024
 _ABORT_REASON_AT = PAGE // 2
 _SLOTS_AT = PAGE
-_STAGES_AT = _SLOTS_AT + 2 * SLOT_BYTES
-_RINGS_AT = _STAGES_AT + 2 * STAGE_BYTES
+_STAGING_AT = _SLOTS_AT + 2 * SLOT_BYTES
+_RINGS_AT = _STAGING_AT + 2 * STAGING_BYTES
 
 
 def barrier_rounds(ranks: int) -> int:
@@ -130,7 +131,7 @@ class ShmSegment:
         self.call_fingerprints = [memory[first + turn * width :][: 8 * ranks].data for turn in (0, 1)]
         """For each turn, the call fingerprints of all ranks; only rank 0's segment is used."""
         self.slots = [memory[_SLOTS_AT + turn * SLOT_BYTES :][:SLOT_BYTES] for turn in (0, 1)]
-        self.stages = [memory[_STAGES_AT + turn * STAGE_BYTES :][:STAGE_BYTES] for turn in (0, 1)]
+        self.staging_buffers = [memory[_STAGING_AT + turn * STAGING_BYTES :][:STAGING_BYTES] for turn in (0, 1)]
 
     @property
     def abort_reason(self) -> str:

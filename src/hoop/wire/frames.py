@@ -7,7 +7,8 @@ A link carries frames in one direction, from the rank that dialled it. Every fra
 source rank and sequence number, so the receiver detects a stale, duplicated, lost or reordered frame instead of summing
 it. ``call`` is the stamp of the collective that a message belongs to (transport/call_check.py), 0 outside collectives.
 ``lane`` is 0 but for the frames of lanes, the additional sockets of a link (transport/tcp_lanes.py). The header has its
-own checksum, which is verified before the length is used.
+own checksum, which is verified before the length is used. ``transport/tcp_endpoint.py`` checks payloads and requests
+damaged frames again.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class FrameKind(IntEnum):
     GOODBYE = 4
     """An ACK from an endpoint that closes; ``sequence`` is the number of messages it has sent the other way."""
     ASK = 10
-    """Question on a separate connection, otherwise like HELLO: which collective runs at ``sequence``, the dialled
-    rank?"""
+    """Question on a separate connection, otherwise like HELLO: which collective is running? ``sequence`` is the dialled
+    rank."""
     CALL = 11
     """Answer to ASK: the stamp of that collective (0: none) in ``call``, its description as the payload."""
     MISMATCH = 12

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from torch import nn, randn
 
-from hoop.engine.user_code import blaming_user_code
+from hoop.engine.user_code import attribute_exceptions
 from hoop.errors import InternalError, InvalidArgument, UserError
 
 
 def test_an_exception_of_user_code_is_a_user_error() -> None:
     with (
         pytest.raises(UserError, match=r"your code failed, in spirals.py: ZeroDivisionError") as caught,
-        blaming_user_code("in spirals.py"),
+        attribute_exceptions("in spirals.py"),
     ):
         1 / 0  # noqa: B018 - this file is not Hoop's
     assert "1 / 0" in str(caught.value)
@@ -23,19 +23,19 @@ def test_an_exception_of_user_code_is_a_user_error() -> None:
 
 def test_a_wrong_input_shape_is_a_user_error() -> None:
     layer, values = nn.Sequential(nn.Linear(3, 3)), randn(2, 5)
-    with pytest.raises(UserError, match="mat1 and mat2"), blaming_user_code("in x"):
+    with pytest.raises(UserError, match="mat1 and mat2"), attribute_exceptions("in x"):
         layer(values)
 
 
 def test_a_syntax_error_is_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text("def x(:\n")
-    with pytest.raises(UserError, match="SyntaxError"), blaming_user_code("loading it"):
+    with pytest.raises(UserError, match="SyntaxError"), attribute_exceptions("loading it"):
         compile(path.read_text(), str(path), "exec")
 
 
 def test_errors_of_hoop_pass_unchanged() -> None:
-    with pytest.raises(InvalidArgument, match="as it was"), blaming_user_code("in x"):
+    with pytest.raises(InvalidArgument, match="as it was"), attribute_exceptions("in x"):
         raise InvalidArgument("as it was")
 
 
@@ -46,6 +46,6 @@ def test_any_other_exception_is_a_bug_in_hoop(monkeypatch: pytest.MonkeyPatch) -
     )
     with (
         pytest.raises(InternalError, match=r"a bug in Hoop, in x: .*JSONDecodeError"),
-        blaming_user_code("in x"),
+        attribute_exceptions("in x"),
     ):
         json.loads("{")

@@ -11,10 +11,12 @@ from hoop.membership import job_membership as jm
 class Job:
     """A job on the first ``first`` devices of a cluster."""
 
-    def __init__(self, *device_ids: int, first: int, most: int = 0, floor: int = 1) -> None:
+    def __init__(self, *device_ids: int, first: int, max_devices: int = 0, user_min_devices: int = 1) -> None:
         members = device_ids[:first]
         self.state = after(cluster(*device_ids), m.Created(members), m.JobStarted(1, "{}"))
-        self.view = jm.JobView(1, size=first, least=floor, floor=floor, most=most)
+        self.view = jm.JobView(
+            1, size=first, min_ranks=user_min_devices, user_min_devices=user_min_devices, max_devices=max_devices
+        )
         self.now = NOW
         for key in members:
             self.handle(jm.TaskFound(key, "a", 1))
@@ -45,7 +47,7 @@ class Job:
 
 
 def test_devices_without_work_are_invited_up_to_the_most() -> None:
-    job = Job(1, 2, 3, 4, 5, first=2, most=4)
+    job = Job(1, 2, 3, 4, 5, first=2, max_devices=4)
     assert job.began == (jm.Invite(3), jm.Invite(4))
     assert job.carry_out(job.handle(jm.TaskReady(3, "a"))) == (1, 2, 3)
     assert job.carry_out(job.handle(jm.TaskReady(4, "a"))) == (1, 2, 3, 4)
@@ -59,13 +61,13 @@ def test_a_job_that_states_no_limit_invites_only_devices_that_join() -> None:
 
 
 def test_a_device_that_joins_is_taken_until_there_are_enough() -> None:
-    job = Job(1, 2, first=2, most=3)
+    job = Job(1, 2, first=2, max_devices=3)
     assert job.join(3) == (jm.Invite(3),)
     assert job.join(4) == (), "device 3 will get the last place"
 
 
 def test_a_lost_device_is_replaced_by_one_without_work() -> None:
-    job = Job(1, 2, 3, first=2, most=2)
+    job = Job(1, 2, 3, first=2, max_devices=2)
     assert job.began == ()
     instructions = job.lose(2)
     assert jm.Invite(3) in instructions
@@ -75,7 +77,7 @@ def test_a_lost_device_is_replaced_by_one_without_work() -> None:
 
 def test_a_device_that_comes_back_to_a_full_job_is_released() -> None:
     """Device 2 was declared dead, device 3 took its place, and device 2 was only slow."""
-    job = Job(1, 2, 3, first=2, most=2)
+    job = Job(1, 2, 3, first=2, max_devices=2)
     job.state = after(job.state, dead(2))
     assert job.carry_out(job.handle(jm.JobTick())) == (1,)
     assert job.carry_out(job.handle(jm.TaskReady(3, "a"))) == (1, 3)
@@ -85,20 +87,20 @@ def test_a_device_that_comes_back_to_a_full_job_is_released() -> None:
 
 
 def test_a_device_of_another_job_is_not_invited() -> None:
-    job = Job(1, 2, 3, first=1, most=1)
+    job = Job(1, 2, 3, first=1, max_devices=1)
     job.state = after(job.state, m.Created((2,)), m.JobStarted(2, "{}"))
     assert jm.Invite(3) in job.lose(1)
     assert 2 not in job.view.tasks
 
 
 def test_a_leaving_device_is_replaced_although_the_job_is_full() -> None:
-    job = Job(1, 2, 3, first=2, most=2)
+    job = Job(1, 2, 3, first=2, max_devices=2)
     assert jm.Invite(3) in job.handle(jm.LeaveRequested(2, NOW + 60.0))
     assert job.carry_out(job.handle(jm.TaskReady(3, "a"))) == (1, 3)
 
 
 def test_too_few_devices_wait_for_others_and_keep_their_state() -> None:
-    job = Job(1, 2, 3, first=3, floor=2)
+    job = Job(1, 2, 3, first=3, user_min_devices=2)
     assert job.carry_out(job.lose(3)) == (1, 2), "two are enough"
     assert job.lose(2) == (jm.AwaitMore(1, 60.0),)
     job.now += 59.0
@@ -111,7 +113,7 @@ def test_too_few_devices_wait_for_others_and_keep_their_state() -> None:
 
 
 def test_without_others_the_job_ends_after_the_grace_and_says_why() -> None:
-    job = Job(1, 2, first=2, floor=2)
+    job = Job(1, 2, first=2, user_min_devices=2)
     job.lose(2)
     job.now += 60.0
     *released, end = job.handle(jm.JobTick())
@@ -124,7 +126,7 @@ def test_without_others_the_job_ends_after_the_grace_and_says_why() -> None:
 
 
 def test_after_the_loss_of_all_devices_the_job_ends_as_without_a_least_number() -> None:
-    job = Job(1, 2, first=2, floor=2)
+    job = Job(1, 2, first=2, user_min_devices=2)
     assert job.lose(1) == (jm.AwaitMore(1, 60.0),)
     assert job.lose(2) == (jm.Assign(leaving=(1,)),)
     assert job.handle(jm.AssignFailed()) == (jm.End(),), "no device is left that may have the state"

@@ -18,11 +18,11 @@ class Job:
 
     then: tuple[jm.JobInstruction, ...] = ()
 
-    def __init__(self, *device_ids: int, planned: bool = True, idle: int = 0, least: int = 1) -> None:
+    def __init__(self, *device_ids: int, planned: bool = True, idle: int = 0, min_ranks: int = 1) -> None:
         self.state = after(cluster(*device_ids), m.Created(device_ids), m.JobStarted(1, "{}"))
         if idle:
             self.join(idle)
-        self.view = jm.JobView(1, planned=planned, size=len(device_ids), least=least)
+        self.view = jm.JobView(1, planned=planned, size=len(device_ids), min_ranks=min_ranks)
         self.now = NOW
         for key in device_ids:
             self.handle(jm.TaskFound(key, "a", 1))
@@ -73,7 +73,7 @@ def test_the_last_device_stays_until_its_replacement_has_the_state(planned: bool
     job = Job(1, planned=planned)
     job.arrive(2)
     job.handle(jm.LeaveRequested(1, NOW))
-    assert not job.view.deserted
+    assert not job.view.all_leaving
     assert job.carry_out(job.handle(jm.TaskReady(2, "a"))) == (1, 2), "first the state is copied to device 2"
     assert job.carry_out(job.then) == (2,)
     assert job.then == (jm.Release(1, True),)
@@ -90,7 +90,7 @@ def test_the_wait_for_a_loading_device_is_announced_and_has_no_end() -> None:
     assert job.handle(jm.JobTick()) == (jm.AwaitLoading((2,), 3601.0),)
     job.state = after(job.state, dead(2))
     job.handle(jm.TaskLost(2, "a"))
-    assert job.view.deserted, "it sends no heartbeats any more: no device can take over"
+    assert job.view.all_leaving, "it sends no heartbeats any more: no device can take over"
 
 
 def test_a_device_without_work_is_invited_to_take_the_place() -> None:
@@ -110,7 +110,7 @@ def test_without_a_replacement_the_others_go_on_after_the_deadline() -> None:
 
 
 def test_a_strategy_that_needs_two_devices_keeps_them() -> None:
-    job = Job(1, 2, planned=False, least=2)
+    job = Job(1, 2, planned=False, min_ranks=2)
     job.handle(jm.LeaveRequested(2, NOW))
     job.now += 60.0
     assert job.handle(jm.JobTick()) == ()
@@ -119,7 +119,7 @@ def test_a_strategy_that_needs_two_devices_keeps_them() -> None:
 
 def test_a_strategy_that_needs_two_devices_waits_for_one_that_loads_after_a_loss() -> None:
     """It went on with one device before, and the job failed although the next one was loading it."""
-    job = Job(1, 2, planned=False, least=2)
+    job = Job(1, 2, planned=False, min_ranks=2)
     job.arrive(3)
     job.state = after(job.state, dead(2))
     job.now += 5.0
@@ -142,7 +142,7 @@ def test_a_cancelled_leave_changes_nothing() -> None:
     before = job.view
     job.handle(jm.LeaveRequested(2, NOW + 60.0))
     job.handle(jm.LeaveCancelled(2))
-    assert replace(job.view, deserted=False) == before
+    assert replace(job.view, all_leaving=False) == before
     job.now += 61.0
     assert job.handle(jm.JobTick()) == ()
 
@@ -172,7 +172,7 @@ def test_all_devices_that_leave_at_once_wait_for_nothing() -> None:
     job = Job(1, 2)
     job.handle(jm.LeaveRequested(1, NOW))
     job.handle(jm.LeaveRequested(2, NOW))
-    assert job.view.deserted
+    assert job.view.all_leaving
 
 
 def test_earlier_losses_need_no_replacement_when_a_device_leaves() -> None:

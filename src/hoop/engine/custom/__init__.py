@@ -1,6 +1,6 @@
 """Training with the user's own batches, losses and optimizers, data parallel.
 
-The flat path (``engine/stage``) trains float32 models on pairs of tensors with a fused update of one vector. This
+``engine/stage`` trains float32 models on pairs of tensors, with all weights in one flat vector and a fused update. This
 package trains everything else: a batch of any structure, a loss of the model and the batch, any ``torch.optim``
 optimizer and learning-rate scheduler, weights of any floating type.
 

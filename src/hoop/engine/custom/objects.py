@@ -7,6 +7,7 @@ that they have places in the arena before the first step.
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -262,6 +263,14 @@ def _number(key: str) -> Any:
     return int(key) if key.lstrip("-").isdigit() else key
 
 
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without an argument: the only one that an optimizer takes is the closure."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    # Of the class: a scheduler replaces the method of the object. The first parameter is ``self``.
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    return any(one.default is one.empty and one.kind not in variadic for one in parameters)
+
+
 def trial_state(optimizers: Sequence[Optimizer], trained: Sequence[Tensor]) -> StateTemplate:
     """What optimizers keep of each parameter after a step with gradients of 0. Changes both: give copies.
 
@@ -273,15 +282,12 @@ def trial_state(optimizers: Sequence[Optimizer], trained: Sequence[Tensor]) -> S
     index = {id(one): number for number, one in enumerate(trained)}
     for number, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
-        try:
-            optimizer.step()
-        except TypeError as error:
-            if "closure" not in str(error):
-                raise
+        if _needs_closure(optimizer):
             raise InvalidArgument(
                 f"optimizer: {kind} calls the loss by itself (step(closure)), which a batch in shards does not allow; "
                 "use another one"
-            ) from None
+            )
+        optimizer.step()
         for parameter, kept in optimizer.state.items():
             for key, value in kept.items():
                 if not isinstance(key, str) or not isinstance(value, (Tensor, *JSON_TYPES)):

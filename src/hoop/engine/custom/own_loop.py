@@ -8,8 +8,12 @@
       ordered sum, optimizers, commit
     ─ the step is done ─────────────────────────▶   next step
 
-Never do both run at the same time, so the user's objects need no locks. After the loss of a device the training thread
+The two never run at the same time, so the user's objects need no locks. After the loss of a device the training thread
 may ask for more shards of the same step: the user's loop then sees the step again.
+
+The waits have no deadline, because the user's code may take any time, and the other thread is in this process. The
+training thread waits until the user's loop ends (``close``), or the process. The user's thread waits for a training
+thread whose own waits have deadlines, and ``Run`` ends every run with ``Ended``, however its device ended.
 """
 
 from __future__ import annotations
@@ -96,7 +100,7 @@ class LoopExchange:
     # ---- the user's thread
 
     def peek(self) -> Message:
-        """The current message; waits for one. The training thread always ends with ``Ended``."""
+        """The current message; waits for one. The last one of a run is always ``Ended``."""
         with self._changed:
             self._changed.wait_for(lambda: self._message is not None)
             if self._message is None:

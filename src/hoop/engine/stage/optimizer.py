@@ -4,7 +4,8 @@ The update calls PyTorch's fused kernels on one vector that holds all weights of
 so the stage or the server that holds a weight does not affect its bits.
 
 ``StageState.apply_update`` calls it for the instruction UPDATE; in data parallel training on a GPU
-``gpu_resident_step.py`` does. A user's own optimizer is stepped in ``custom/objects.py``.
+``gpu_resident_step.py`` does. Gradients have been clipped before, by the factor that ``gradient_reduction.py``
+computes. A user's own optimizer is stepped in ``custom/objects.py``.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def stress(endpoint: SharedEndpoint, seconds: float, unordered: bool = False) ->
     """Run rounds for ``seconds`` (if ``unordered``: 2000 rounds). Rank 0 decides, so all ranks stop at one round."""
     findings = OrderingFindings()
     endpoint.wait_for_peers(time.monotonic() + TIMEOUT_S)
-    stages = [[segment.stages[parity].view(np.uint64)[:WORDS] for parity in (0, 1)] for segment in endpoint.segments]
+    stages = [
+        [segment.staging_buffers[parity].view(np.uint64)[:WORDS] for parity in (0, 1)] for segment in endpoint.segments
+    ]
     flags = [segment.control_words[0][4:5] for segment in endpoint.segments]
     deadline = time.monotonic() + seconds
     running = True

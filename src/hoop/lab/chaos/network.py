@@ -62,7 +62,7 @@ class Network:
             self._add_bridge(hosts, interface, cleanup)
 
     def _add_bridge(self, hosts: int, interface: int, cleanup: ExitStack) -> None:
-        """Connects the interface of this number of all hosts."""
+        """Creates a bridge and connects interface number ``interface`` of every host to it."""
         bridge = f"{self._name}{'x' * interface}"
         options = ["nodad"] if self._ipv6 else []  # without it a new address cannot be used for a second
         prefix = 64 if self._ipv6 else 24

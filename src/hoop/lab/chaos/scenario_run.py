@@ -406,10 +406,10 @@ class _Run:
     # ---- many jobs
 
     def _run_many_jobs(self, processes: ClusterProcesses) -> None:
-        from hoop.runs.job_lookup import job_named
+        from hoop.runs.job_lookup import load_job
 
         outcome, scenario = self._outcome, self._scenario
-        settings = job_named(paced_job.NAME, load=False).defaults(paced_job.NAME)
+        settings = load_job(paced_job.NAME, load=False).defaults(paced_job.NAME)
         settings = settings.replaced({"max_steps": MANY_JOBS_STEPS}).check()
 
         def pids() -> dict[str, int]:
