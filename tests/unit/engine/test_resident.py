@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hoop.collectives.shard_tree import Node, merge_plan
-from hoop.engine.roles.resident import LOADED_BYTES, MAX_STRIDE, stride_for
+from hoop.engine.roles.resident import LOADED_BYTES, stride_for
+from hoop.engine.stage.kept_gpu_memory import MAX_STRIDE
 from hoop.engine.stage.peer_rows import add_along, row_expression
 from hoop.errors import InvalidArgument, OutOfRange
 from hoop.launch import mps
