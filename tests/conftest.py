@@ -1,4 +1,4 @@
-"""Checks that every test releases its threads, processes, sockets and files, and orders the tests.
+"""Checks that every test releases its threads, processes, sockets, files and cores, and orders the tests.
 
 The check compares before and after a test. A fixture of a wider scope (a cluster per module) exists before the test and
 is not counted.
@@ -31,6 +31,9 @@ os.environ["HOOP_NO_REPORT"] = "1"  # 2 s a run; tests of reports set it to 0
 
 ENVIRONMENT = read_at_import(os.environ)
 """A command with other values of these variables is not forked (tests/preloaded.py): no test may leave one changed."""
+
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+"""The cores this process may use; no test may leave it with others."""
 
 MARK = "HOOP_TEST_SESSION"
 """An environment variable. Child processes inherit it, so that an orphan can be traced to its session."""
@@ -206,9 +209,15 @@ def variables() -> dict[Hashable, str]:
     }
 
 
+def cores() -> dict[Hashable, str]:
+    """A binding of this process to some of its cores: every later test and command would run on these."""
+    now = os.sched_getaffinity(0) if CORES else CORES
+    return {} if now == CORES else {"cores": f"a binding to the cores {sorted(now)}"}
+
+
 def present() -> dict[Hashable, str]:
     """Everything that a test could leave behind, each with a description."""
-    return {**threads(), **processes(), **sockets(), **files(), **variables()}
+    return {**threads(), **processes(), **sockets(), **files(), **variables(), **cores()}
 
 
 def left_behind(before: dict[Hashable, str], grace_s: float = GRACE_S) -> list[str]:
@@ -224,7 +233,7 @@ def left_behind(before: dict[Hashable, str], grace_s: float = GRACE_S) -> list[s
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test that leaves a thread, process, socket or file behind, and names it."""
+    """Fails a test that leaves a thread, process, socket, file or binding to cores behind, and names it."""
     before = present()
     yield
     if left := left_behind(before):
