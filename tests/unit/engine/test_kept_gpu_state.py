@@ -56,7 +56,8 @@ class Device:
         transport = exits.enter_context(open_transport("inproc://one:0"))
         one = Communicator(transport.endpoint(1, 1, 0, [transport.address]))
         context = RankContext(arena, one, lambda ranks: one, run=RUN, persistent_memory=True)
-        wanted = Settings(epochs=100, max_steps=STEPS, batch_size=4, shards=2, evaluate_every=0, pin=False).replaced(changes)
+        standard = Settings(epochs=100, max_steps=STEPS, batch_size=4, shards=2, evaluate_every=0, pin=False)
+        wanted = standard.replaced(changes)
         self.losses: dict[int, float] = {}
         self.trainer = Trainer(context, wanted, Job(model, data), self._emit, lambda: False, prefix=PREFIX)
         exits.callback(self.trainer.close)
