@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(VENV)/.native
-PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 # With it every process of the tests would compile Hoop again, and every worker of pytest all tests: 8 s each.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import preloaded
 import pytest
@@ -254,11 +255,26 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+ONE_WORKER = "tests/torch/"
+"""The tests of this folder run in one worker of pytest-xdist: the forkserver of their ranks takes 6 s to start."""
 SLOW_FIRST = (
     "tests/house/test_lint.py",
-    *(f"tests/{name}/" for name in ("fault", "process", "torch", "engine", "model")),
+    ONE_WORKER,
+    *(f"tests/{name}/" for name in ("fault", "process", "engine", "model")),
 )
 """The slowest files and folders. They start first, so that all workers are busy until the end."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of pytest-xdist: the scheduler of ``--dist loadfile``, which knows ``ONE_WORKER`` too."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class FilesAndFolder(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return ONE_WORKER if nodeid.startswith(ONE_WORKER) else str(super()._split_scope(nodeid))
+
+    return FilesAndFolder(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def restore(
     """``replay``, for entries that may have good checksums but were not written by this version of Hoop."""
     try:
         return replay(entries, config, now)
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise FailedPrecondition(
             f"journal {where}: an entry of another kind of file or version: {type(error).__name__}: {error}; {remedy}"
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hoop.errors import FailedPrecondition
@@ -33,6 +33,7 @@ encoded_lines = lines | small.map(lambda value: encode(value))  # type: ignore[a
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(encoded_lines | st.binary(max_size=40), max_size=5))
+@example([encode({**dict.fromkeys(fields), "kind": "communicator", "members": "", "reason": []})])
 def test_any_file_gives_a_state_or_an_error_that_names_it(parts: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal")
