@@ -70,7 +70,7 @@ def train(job: str, devices: int, spec: str, further: Mapping[str, int]) -> dict
 def kind_of(name: str) -> str:
     """The kind of an instruction by its name in the plan: ``0F3`` is a forward."""
     letters = [one for one in name.partition("@")[0] if not one.isdigit() and one not in ",."]
-    return name if name in ("wait", "between steps", "replicate") else "".join(letters) or name
+    return name if name in ("wait", "between steps", "commit", "replicate") else "".join(letters) or name
 
 
 def measured_by_kind(spans: Sequence[Sequence[Any]]) -> dict[str, float]:

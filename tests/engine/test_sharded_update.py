@@ -185,3 +185,14 @@ def test_it_is_refused_with_the_state_on_a_gpu() -> None:
         AssertionError, match=r"InvalidArgument: sharded_update: 'on' .*the state on a GPU.*; use sharded"
     ):
         train("shm", 2, settings("data", **ON, accelerator="emulated", max_steps=1), JOBS["mlp"])
+
+
+@pytest.mark.parametrize(("strategy", "changes"), [("data", ON), ("pipeline:1f1b", {})], ids=["data", "pipeline"])
+def test_the_trace_of_a_step_has_its_commit(strategy: str, changes: dict[str, Any]) -> None:
+    """Nothing is replicated here, so the update does not wait for the commit."""
+    for one in train("shm", 2, settings(strategy, epochs=1, **changes), JOBS["mlp"]):
+        spans = sorted(one.account["spans"], key=lambda span: float(span[2]))
+        names = [name for name, *_ in spans if name == "commit" or name.endswith("U")]
+        assert [name.lstrip("0123456789") for name in names] == ["U", "commit"] * STEPS
+        ends = [started + seconds for _, _, started, seconds in spans]
+        assert all(later[2] >= end - 1e-6 for later, end in zip(spans[1:], ends, strict=False)), "two spans overlap"

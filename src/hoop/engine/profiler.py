@@ -60,7 +60,7 @@ class InstructionProfiler:
         self._trace_overhead(now())
 
     def record_other(self, name: str, started: float) -> None:
-        """Trace work that is no instruction, from ``started`` until now: an evaluation or a snapshot."""
+        """Trace work that is no instruction, from ``started`` until now: a commit, an evaluation or a snapshot."""
         self._trace_overhead(started)
         self.last_end = now()
         if self.tracing:
@@ -75,6 +75,7 @@ class InstructionProfiler:
         """Record deferred work of an instruction. In the trace it replaces the instruction's last span."""
         category = CATEGORY[instruction.kind]
         self.category_seconds[category] += ended - started
+        self.last_end = ended
         if self.tracing:
             name = str(instruction)
             at = max((index for index, span in enumerate(self.spans) if span[0] == name), default=None)

@@ -34,6 +34,7 @@ from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replica
 from hoop.engine.fault_tolerance.state_slices import StateShard, shard_of_tensors, whole_state
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.partitioning import KeptVersions
+from hoop.engine.profiler import now
 from hoop.engine.settings import Settings
 from hoop.engine.setup import EarlierSetup, TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
@@ -140,6 +141,7 @@ class ShardedStateManager:
         """
         setup = self._setup
         assert setup is not None, "there were steps"
+        began = now()
         # The steps have read other ranks' memory (gradients, weights): no version counts that is made of a mixture.
         context.communicator.endpoint.verify_reads()
         if replicates_gradients(setup.role):
@@ -149,6 +151,7 @@ class ShardedStateManager:
         if self._replicator is not None:
             self._replicator.replicate(done, setup.executor.rate)
         agreed = self.synchronize(context, stop, done, steps, losses)
+        setup.executor.profiler.record_other("commit", began)
         setup.executor.deferred_updates.apply_all()
         self._live_step, self._pending_step = done, NO_STEP
         if context.persistent_memory and agreed[1]:
@@ -159,6 +162,7 @@ class ShardedStateManager:
         if self._replicator is not None:
             setup.executor.channel.idle_work = self._replicator.apply_updates
         self.release()
+        setup.executor.profiler.record_overhead()
         return agreed
 
     def synchronize(
