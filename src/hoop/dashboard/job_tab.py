@@ -118,11 +118,11 @@ class JobTab:
         )
         self._head = text_block("job-text")
         names = ("loss", "test-loss", "accuracy", "speed", "step-seconds")
-        curves = [Source(name, "x", "y", updates=updates) for name in names]
+        curves = [Source(name, "x", "y", updates=updates, paced=True) for name in names]
         self._loss, self._test, self._accuracy, self._speed, self._step = curves
         self._shards = Source("shards", "rank", "shards", "which", "colour", "note")
         self._splits = Source("splits", "rank", "compute", "communicate", "idle", "sent")
-        self._checkpoints = Source("checkpoints", "step", "parts", "bytes", "kind", "time")
+        self._checkpoints = Source("checkpoints", "step", "parts", "bytes", "kind", "time", updates=updates, paced=True)
         self._shard_ranks, self._split_ranks = FactorRange(), FactorRange()
         self._predicted = Span(
             location=0, dimension="width", line_color=RED, line_dash="dashed", line_width=2, visible=False

@@ -79,17 +79,23 @@ class Source:
     """A data source that is sent to the browser only when its columns have changed."""
 
     def __init__(
-        self, name: str, *columns: str, updates: PageUpdates | None = None, at_pointer: Sequence[str] = ()
+        self,
+        name: str,
+        *columns: str,
+        updates: PageUpdates | None = None,
+        at_pointer: Sequence[str] = (),
+        paced: bool = False,
     ) -> None:
         """``updates``: sends the changes, for sources that change with every update.
 
-        ``at_pointer``: columns that are shown only in the text at the pointer.
+        ``at_pointer``: columns that are shown only in the text at the pointer. ``paced``: the drawing may wait.
         """
         self.model = ColumnDataSource(data={column: [] for column in columns}, name=name)
         self.table: DataTable | None = None
         """The table that shows it."""
         self.chart: figure | None = None
         """The chart that draws it: outside the viewport it is not drawn."""
+        self._paced = paced
         self._updates, self._columns, self._at_pointer = updates, columns, frozenset(at_pointer)
         self._shown: dict[str, list[Any]] = {column: [] for column in columns}
 
@@ -106,7 +112,7 @@ class Source:
             self.model.data = dict(columns)
         else:
             drawn = bool(changed - self._at_pointer)
-            self._updates.change_data(self.model, columns, drawn, self.table, self.chart)
+            self._updates.change_data(self.model, columns, drawn, self.table, self.chart, self._paced)
 
 
 def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> LayoutDOM:

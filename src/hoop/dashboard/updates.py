@@ -23,6 +23,8 @@ ACKNOWLEDGED_UPDATES = 4
 """The browser acknowledges every update whose number is a multiple of this: an answer costs as much as an update."""
 MAX_UNACKNOWLEDGED = 2 * ACKNOWLEDGED_UPDATES
 """A browser that is this many updates behind gets no more until it has caught up."""
+PACED_SHARE = 0.01
+"""Part of the browser's time that drawings of paced sources take at most. One chart takes it 5 to 40 ms."""
 
 _APPLY = """
 const [number, changes] = cb_obj.tags, {texts, sources} = JSON.parse(changes)
@@ -30,22 +32,20 @@ const {document: models} = cb_obj, {index} = cb_context
 const page = cb_obj.hoop_page ??= begin()
 
 function begin() {
-  const charts = new Map()  // by element: whether it is in the viewport, and the sources that it has not drawn
+  const shown = new Map()  // by element: whether it is in the viewport, and by source the data that wait
   const observer = new IntersectionObserver((entries) => {
     for (const {target, isIntersecting} of entries) {
-      const chart = charts.get(target)
-      chart.visible = isIntersecting
-      if (isIntersecting) {
-        for (const source of chart.undrawn) notify(source)
-        chart.undrawn.clear()
-      }
+      const one = shown.get(target)
+      one.visible = isIntersecting
+      if (isIntersecting) draw(one)
     }
   })
   // A page that nobody sees acknowledges nothing, so the server soon sends it nothing.
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) acknowledged.tags = [cb_obj.tags[0]]
   })
-  return {charts, observer, views: new Map()}  // to find a view is a walk through all views of the page
+  // To find a view is a walk through all views of the page.
+  return {shown, observer, views: new Map(), paced_at: 0, timer: null}
 }
 
 function view_of(id) {
@@ -54,14 +54,36 @@ function view_of(id) {
   return view
 }
 
-function chart_of(id) {
-  const view = view_of(id)
-  if (view == null) return null
-  if (!page.charts.has(view.el)) {
-    page.charts.set(view.el, {visible: true, undrawn: new Set()})
+function shown_of(view) {
+  if (!page.shown.has(view.el)) {
+    page.shown.set(view.el, {visible: true, waiting: new Map()})
     page.observer.observe(view.el)
   }
-  return page.charts.get(view.el)
+  return page.shown.get(view.el)
+}
+
+function draw(one) {
+  for (const [source, data] of one.waiting) {
+    put(source, data)
+    notify(source)
+  }
+  one.waiting.clear()
+}
+
+function draw_paced() {
+  page.timer = null
+  const began = performance.now(), due = [...page.shown.values()].filter((one) => one.visible && one.waiting.size > 0)
+  if (due.length == 0) return
+  page.paced_at = began + 1000  // until it is known what drawing takes; a hidden page draws no frame
+  for (const one of due) draw(one)
+  requestAnimationFrame(() => setTimeout(() => {
+    page.paced_at = performance.now() + (performance.now() - began) / share
+  }))
+}
+
+function put(source, data) {
+  // Silently: Bokeh would compare all values with those before, and look for models in them.
+  source.setv({data}, {silent: true, sync: false})
 }
 
 function notify(source) {
@@ -103,27 +125,32 @@ for (const [id, text] of texts) {
   const view = view_of(id)
   if (view != null) show_text(view.markup_el, text)
 }
-for (const [id, data, {appended, drawn, table: table_id, chart: chart_id}] of sources) {
-  const source = models.get_model_by_id(id), rows = source.get_length(), before = source.data
+for (const [id, data, {appended, drawn, paced, table: table_id, chart: chart_id}] of sources) {
+  const source = models.get_model_by_id(id), table = table_id ? view_of(table_id) : null
+  const view = table ?? (chart_id ? view_of(chart_id) : null), one = view != null ? shown_of(view) : null
+  const before = one?.waiting.get(source) ?? source.data
   for (const [name, column] of Object.entries(data)) {
     const values = column.includes(null) ? column.map((value) => value ?? NaN) : column
     data[name] = appended ? [...before[name], ...values] : values
   }
-  // Silently: Bokeh would compare all values with those before, and look for models in them.
-  source.setv({data}, {silent: true, sync: false})
-  const view = table_id ? view_of(table_id) : null, chart = chart_id ? chart_of(chart_id) : null
-  if (view != null && Object.values(data)[0].length == rows && view.grid.getSortColumns().length == 0) {
-    for (const [cell, {field}] of view.grid.getColumns().entries()) {
+  // A source has the data that are drawn: Bokeh may draw its chart again for another reason.
+  if (one != null && (one.waiting.has(source) || (drawn && (paced || !one.visible)))) {
+    one.waiting.set(source, data)
+    continue
+  }
+  const rows = source.get_length()
+  put(source, data)
+  if (table != null && Object.values(data)[0].length == rows && table.grid.getSortColumns().length == 0) {
+    for (const [cell, {field}] of table.grid.getColumns().entries()) {
       for (let row = 0; row < rows; row++) {
-        if (before[field][row] !== data[field][row]) view.grid.updateCell(row, cell)
+        if (before[field][row] !== data[field][row]) table.grid.updateCell(row, cell)
       }
     }
-  } else if (chart != null && !chart.visible) {
-    if (drawn) chart.undrawn.add(source)
   } else if (drawn) {
     notify(source)
   }
 }
+page.timer ??= setTimeout(draw_paced, Math.max(0, page.paced_at - performance.now()))
 if (!document.hidden && (number % every == 0 || acknowledged.tags[0] == 0)) acknowledged.tags = [number]
 """
 
@@ -135,6 +162,8 @@ class _SourceChange:
     columns: dict[str, list[Any]]
     drawn: bool
     """Whether the drawing changes."""
+    paced: bool
+    """Whether the drawing may wait, so that drawing takes no more than ``PACED_SHARE`` of the browser's time."""
     table: str
     """Id of the table that shows it; empty: none. ``chart`` the same."""
     chart: str
@@ -144,7 +173,8 @@ class _SourceChange:
         rows = min((len(one) for one in before.values()), default=0)
         appended = rows > 0 and all(before.get(name) == column[:rows] for name, column in self.columns.items())
         columns = {name: column[rows:] for name, column in self.columns.items()} if appended else self.columns
-        return columns, {"appended": appended, "drawn": self.drawn, "table": self.table, "chart": self.chart}
+        how = {"appended": appended, "drawn": self.drawn, "paced": self.paced}
+        return columns, {**how, "table": self.table, "chart": self.chart}
 
 
 class PageUpdates:
@@ -165,7 +195,8 @@ class PageUpdates:
         """By the id of the source."""
         self._sent_columns: dict[str, dict[str, list[Any]]] = {}
         """By the id of the source: the columns that the browser has, since they were first sent."""
-        apply = CustomJS(args={"acknowledged": self._acknowledged, "every": ACKNOWLEDGED_UPDATES}, code=_APPLY)
+        values = {"acknowledged": self._acknowledged, "every": ACKNOWLEDGED_UPDATES, "share": PACED_SHARE}
+        apply = CustomJS(args=values, code=_APPLY)
         self._sent.js_on_change("tags", apply)
 
     def attach(self, document: Document, owner: Div) -> None:
@@ -211,10 +242,11 @@ class PageUpdates:
         drawn: bool,
         table: DataTable | None = None,
         chart: Plot | None = None,
+        paced: bool = False,
     ) -> None:
         """Changes the columns of a source, which ``table`` or ``chart`` may show.
 
-        ``drawn`` False: the drawing stays the same.
+        ``drawn`` False: the drawing stays the same. ``paced``: it may wait.
         """
         if not self.live:
             source.data = dict(columns)
@@ -222,7 +254,7 @@ class PageUpdates:
         before = self._sources.get(source.id)
         drawn = drawn or (before is not None and before.drawn)
         ids = (one.id if one is not None else "" for one in (table, chart))
-        self._sources[source.id] = _SourceChange(columns, drawn, *ids)
+        self._sources[source.id] = _SourceChange(columns, drawn, paced, *ids)
 
     def send(self) -> None:
         """Sends the changes since the last call. Without any, a browser that has the page gets nothing."""

@@ -76,7 +76,7 @@ class WorkPanel:
     """The panel of one browser."""
 
     def __init__(self, updates: PageUpdates) -> None:
-        self._bars = Source("work", "device", *PARTS, "whole", updates=updates)
+        self._bars = Source("work", "device", *PARTS, "whole", updates=updates, paced=True)
         columns = ("rank", "device", "shards", "stages", "step", "compute", "communicate", "idle", "sends", "note")
         self._table = Source("workers", *columns, updates=updates)
         self._devices = FactorRange()
