@@ -22,7 +22,7 @@ test: install ## What a change must pass: format, lint, types and the tests
 	@$(BIN)/python -m pytest $(PARALLEL)
 
 quick: install ## Lint, types, house rules and unit tests
-	@$(BIN)/python -m pytest $(PARALLEL) tests/house tests/unit
+	@$(BIN)/python -m pytest $(PARALLEL) --numprocesses 3 tests/house tests/unit
 
 everything: install ## All tests, also those that take long and repeat what shorter ones show
 	@$(BIN)/python -m pytest $(PARALLEL) -m ''
