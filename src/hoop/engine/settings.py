@@ -57,6 +57,8 @@ class Settings:
     cut: tuple[int, ...] = ()
     """First block of each stage but the first, which begins at block 0; empty: partition by measured cost."""
     threads_per_device: int = 1
+    flush_denormals: bool = True
+    """Count denormal numbers as zero, with one thread a device: on x86 they slow a step to half its speed."""
     pin: bool = True
     """Bind each device's thread to its own cores."""
     balance: bool = True

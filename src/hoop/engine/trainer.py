@@ -29,6 +29,7 @@ from hoop.data.dataset import fingerprint
 from hoop.data.structured import structured
 from hoop.engine.custom.evaluation import evaluate_custom
 from hoop.engine.custom.loss import CustomLoss
+from hoop.engine.denormals import flush_denormals
 from hoop.engine.early_stopping import EarlyStopping
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
@@ -112,6 +113,8 @@ class Trainer:
         self._context, self._settings, self._emit, self._should_stop = context, settings, emit, should_stop
         self._created_at = time.perf_counter()
         pin_threads(context, settings.threads_per_device, settings.pin and not may_use_gpu(settings))
+        if settings.flush_denormals:
+            flush_denormals(settings.threads_per_device)
         self._data = job.data()
         model = build_model(job, settings.seed)
         job = with_criterion(job, self._data.train, settings.seed, model)
