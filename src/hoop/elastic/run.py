@@ -78,7 +78,9 @@ class Run:
         self.objects = LoopTrainableState(model, optimizer, scheduler, state)
         splits, stated = user_data(data, collate_fn)
         every = {} if out is not None else {"checkpoint_every": 0}
-        chosen = {"accelerator": "cpu", "trace_steps": 0, **every, **stated, **settings}
+        # The loop computes in its own thread, and decides there whether denormal numbers count as zero.
+        usual = {"accelerator": "cpu", "trace_steps": 0, "flush_denormals": False}
+        chosen = {**usual, **every, **stated, **settings}
         self.settings = Settings(job=JOB).replaced(chosen).check()
         self._checkpoints = LoopCheckpoints(out, self.settings.keep, resume)
         self._exchange = LoopExchange()
