@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import math
 import os
 import shutil
 import struct
@@ -216,9 +217,14 @@ def cores() -> dict[Hashable, str]:
     return {} if now == CORES else {"cores": f"a binding to the cores {sorted(now)}"}
 
 
+def arithmetic() -> dict[Hashable, str]:
+    """Set by ``torch.set_flush_denormal``, which tests that run later would inherit."""
+    return {"arithmetic": "denormal numbers count as zero"} if math.ulp(0.0) * 1.0 == 0.0 else {}
+
+
 def present() -> dict[Hashable, str]:
     """Everything that a test could leave behind, each with a description."""
-    return {**threads(), **processes(), **sockets(), **files(), **variables(), **cores()}
+    return {**threads(), **processes(), **sockets(), **files(), **variables(), **cores(), **arithmetic()}
 
 
 def left_behind(before: dict[Hashable, str], grace_s: float = GRACE_S) -> list[str]:

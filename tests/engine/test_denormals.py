@@ -11,7 +11,7 @@ from short_jobs import JOBS
 from small_jobs import settings
 from torch import Tensor, nn
 
-from hoop.engine.denormals import flush_denormals, flushes_denormals
+from hoop.engine.denormals import denormals_flushed, flushes_denormals
 
 DENORMAL = 1e-39
 pytestmark = pytest.mark.skipif(
@@ -81,13 +81,15 @@ def test_the_state_is_the_same_whatever_the_number_of_ranks() -> None:
     assert denormals(state(1, False)) > 0
 
 
-def test_only_with_one_thread() -> None:
-    try:
-        assert not flush_denormals(2)
+def test_only_with_one_thread_and_only_in_the_context() -> None:
+    with denormals_flushed(True, 2):
         assert not flushes_denormals()
-        assert flush_denormals(1)
+    with denormals_flushed(False, 1):
+        assert not flushes_denormals()
+    with denormals_flushed(True, 1):
         assert flushes_denormals()
         assert float(torch.full((1,), DENORMAL) * 1.0) == 0.0
-    finally:
-        torch.set_flush_denormal(False)
+        with denormals_flushed(True, 1):
+            assert flushes_denormals()
+        assert flushes_denormals(), "the outer context still lasts"
     assert not flushes_denormals()

@@ -8,19 +8,27 @@ classes gives denormal probabilities, from which backward computes denormal grad
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 _DENORMAL = math.ulp(0.0)
 
 
-def flush_denormals(threads: int) -> bool:
-    """Make the calling thread, and threads that it starts later, count denormal numbers as zero; whether they do.
+@contextmanager
+def denormals_flushed(wanted: bool, threads: int) -> Iterator[None]:
+    """In the context the calling thread, and threads that it starts, count denormal numbers as zero, if ``wanted``.
 
     PyTorch's other threads would not follow: with more than one, the length of a vector would decide which of its
-    elements are flushed. So with ``threads`` above 1 nothing changes.
+    elements are flushed. So with ``threads`` above 1 nothing changes. A thread that flushed them before goes on to.
     """
-    return threads == 1 and torch.set_flush_denormal(True)
+    changes = wanted and threads == 1 and not flushes_denormals() and torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        if changes:
+            torch.set_flush_denormal(False)
 
 
 def flushes_denormals() -> bool:

@@ -19,6 +19,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from hoop.data.dataset import fingerprint
 from hoop.data.structured import structured
 from hoop.engine.custom.evaluation import evaluate_custom
 from hoop.engine.custom.loss import CustomLoss
-from hoop.engine.denormals import flush_denormals
+from hoop.engine.denormals import denormals_flushed
 from hoop.engine.early_stopping import EarlyStopping
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
@@ -113,8 +114,6 @@ class Trainer:
         self._context, self._settings, self._emit, self._should_stop = context, settings, emit, should_stop
         self._created_at = time.perf_counter()
         pin_threads(context, settings.threads_per_device, settings.pin and not may_use_gpu(settings))
-        if settings.flush_denormals:
-            flush_denormals(settings.threads_per_device)
         self._data = job.data()
         model = build_model(job, settings.seed)
         job = with_criterion(job, self._data.train, settings.seed, model)
@@ -236,28 +235,33 @@ class Trainer:
 
     def train(self) -> None:
         """Trains until all steps are done or all ranks have agreed to stop."""
-        self._emit_started() if self._setup_error is None else self._recover(self._setup_error)
-        began = time.perf_counter()
-        while True:
-            try:
-                if self._epoch_end_due() and not self._stopped:
-                    self._process_epoch_end()
-                if self._done >= self._schedule.total_steps or self._stopped:
-                    self._finish()
-                    break
-                self._train_steps()
-            except RECOVERABLE as error:
-                if self._reassigning:
-                    raise  # the coordinator has released this device, which leaves the job
-                self._recover(error if isinstance(error, PeerError) else PeerLost(str(error)))
-        self._emit(account_event(self.executor, time.perf_counter() - began, self._done, self._stopped))
+        with self._denormals():
+            self._emit_started() if self._setup_error is None else self._recover(self._setup_error)
+            began = time.perf_counter()
+            while True:
+                try:
+                    if self._epoch_end_due() and not self._stopped:
+                        self._process_epoch_end()
+                    if self._done >= self._schedule.total_steps or self._stopped:
+                        self._finish()
+                        break
+                    self._train_steps()
+                except RECOVERABLE as error:
+                    if self._reassigning:
+                        raise  # the coordinator has released this device, which leaves the job
+                    self._recover(error if isinstance(error, PeerError) else PeerLost(str(error)))
+            self._emit(account_event(self.executor, time.perf_counter() - began, self._done, self._stopped))
 
     def join(self) -> None:
         """Joins a running job: reports that it is ready, waits for a rank, gets the state, and trains."""
         self._startup.announce_ready(self._data, time.perf_counter() - self._created_at)
-        self._recover(FailedPrecondition("the coordinator assigned no rank to a device that was ready"))
+        with self._denormals():  # what it gets may be updated before the first step
+            self._recover(FailedPrecondition("the coordinator assigned no rank to a device that was ready"))
         self._first_step = self._done
         self.train()
+
+    def _denormals(self) -> AbstractContextManager[None]:
+        return denormals_flushed(self._settings.flush_denormals, self._settings.threads_per_device)
 
     def _emit_started(self) -> None:
         """The reporting rank emits ``started``; again after a recovery, if the first event may have been lost."""
