@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from race import environment, numbers
+from race import environment, numbers, table
 
 CONTENDER = Path(__file__).with_name("contender.py")
 TIMEOUT_S = 600.0
@@ -67,9 +67,8 @@ def main() -> None:
     if options.json:
         print(json.dumps({"environment": environment(), "batch_size": options.batch_size, "rows": rows}))
         return
-    print("| jobs at once | a step of each, ms | the slowest one's |\n|---|---|---|")
-    for row in rows:
-        print(f"| {row['jobs']} | {1e3 * row['mean_s']:.2f} | {1e3 * row['slowest_s']:.2f} |")
+    cells = [[row["jobs"], f"{1e3 * row['mean_s']:.2f}", f"{1e3 * row['slowest_s']:.2f}"] for row in rows]
+    print(table(["jobs at once", "a step of each, ms", "the slowest one's"], cells))
 
 
 if __name__ == "__main__":
