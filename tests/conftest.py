@@ -218,7 +218,7 @@ def cores() -> dict[Hashable, str]:
 
 
 def arithmetic() -> dict[Hashable, str]:
-    """Set by ``torch.set_flush_denormal``, which tests that run later would inherit."""
+    """Denormal numbers count as zero in this thread (``torch.set_flush_denormal``): later tests would inherit it."""
     return {"arithmetic": "denormal numbers count as zero"} if math.ulp(0.0) * 1.0 == 0.0 else {}
 
 

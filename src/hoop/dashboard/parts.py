@@ -88,7 +88,8 @@ class Source:
     ) -> None:
         """``updates``: sends the changes, for sources that change with every update.
 
-        ``at_pointer``: columns that are shown only in the text at the pointer. ``paced``: the drawing may wait.
+        ``at_pointer``: columns that are shown only in the text at the pointer. ``paced``: the drawing may
+        wait, so that it takes no more than ``updates.PACED_SHARE`` of the browser's time.
         """
         self.model = ColumnDataSource(data={column: [] for column in columns}, name=name)
         self.table: DataTable | None = None

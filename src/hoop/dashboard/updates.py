@@ -4,6 +4,7 @@ Bokeh would send a message for every source and text that has changed. For a cha
 page again, for a changed table measure all its columns, and for a changed text at the pointer draw the chart. On a
 machine that also trains this takes time from the devices, so the browser runs ``_APPLY`` instead: it changes the cells,
 the text, or the data that is read when the pointer is there, and Bokeh draws only charts whose drawing has changed.
+Charts outside the viewport are drawn when they are scrolled into it, and paced ones as often as ``PACED_SHARE`` allows.
 
 Until the browser has the page, changes are made in the models, which the page is made from.
 """
@@ -246,7 +247,7 @@ class PageUpdates:
     ) -> None:
         """Changes the columns of a source, which ``table`` or ``chart`` may show.
 
-        ``drawn`` False: the drawing stays the same. ``paced``: it may wait.
+        ``drawn`` False: the drawing stays the same. ``paced``: the drawing may wait (``PACED_SHARE``).
         """
         if not self.live:
             source.data = dict(columns)

@@ -261,6 +261,7 @@ class Trainer:
         self.train()
 
     def _denormals(self) -> AbstractContextManager[None]:
+        """The context in which this rank computes: denormal numbers count as zero, if the settings want it."""
         return denormals_flushed(self._settings.flush_denormals, self._settings.threads_per_device)
 
     def _emit_started(self) -> None:
