@@ -325,6 +325,10 @@ class _AssignmentReceiver:
         assignment = {"generation": 1, "rank": 0, "peers": [list(vars(self._transport.address).values())]}
         return dataclasses.replace(self._world(1 << 20, assignment), joining=True)
 
+    def first(self, timeout: float) -> RankContext:
+        """Returns the context of the first rank, as a device that starts a task, although there may be a newer one."""
+        return self._world(9, self._assignments.get(timeout=timeout))
+
     def next(self, timeout: float) -> RankContext:
         self.close()
         assignment = self._assignments.get(timeout=timeout)
@@ -449,7 +453,7 @@ def _run_rank(
 
         try:
             _install_faults(faults, wait_here, die_with)
-            context = receiver.single_rank() if joining else receiver.next(TIMEOUT_S)
+            context = receiver.single_rank() if joining else receiver.first(TIMEOUT_S)
             trainer = ReportingTrainer(context, settings, job, emit, lambda: False, None, "test.")
             trainer.join() if joining else trainer.train()
             model, role = trainer._setup.model, trainer._role

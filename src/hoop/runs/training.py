@@ -227,7 +227,7 @@ class Training:
 
         def head(address: Address, send: Callable[[dict[str, Any]], None], on_stop: OnStop) -> None:
             """Runs in the head process; ``send`` writes to this process."""
-            code = 1
+            code: int | None = 1
 
             def on_stop_request(stop: Callable[[], None]) -> None:
                 def request_stop() -> None:
@@ -247,8 +247,11 @@ class Training:
             except HoopError as error:
                 code = exit_code(error)
                 raise
+            except BrokenPipeError:  # this rank's own process was killed: each other rank notices that and says so
+                code = None
+                raise
             finally:
-                if launch.placement is not None:
+                if launch.placement is not None and code is not None:
                     self._dismiss(address, config.client_credentials, launch.placement, code)
 
         preload()
