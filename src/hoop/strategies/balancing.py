@@ -38,13 +38,14 @@ def better_plan(strategy: Strategy, present: Plan, even: Plan, seconds: Sequence
 
     ``even``: the plan for equal devices.
     """
-    now = _step_seconds(present, seconds)
-    if shares(present) != shares(even) and _step_seconds(even, seconds) <= EVEN_RATIO * now:
+    present_shares, even_shares = shares(present), shares(even)
+    now = _step_seconds(present_shares, seconds)
+    if present_shares != even_shares and _step_seconds(even_shares, seconds) <= EVEN_RATIO * now:
         return even
-    if not _can_improve(present, seconds, now):
+    if not _can_take_at_most(MAX_RATIO * now, present, seconds):
         return None
     plan = strategy.plan(present.size, present.num_microbatches, [1 / one for one in seconds])
-    return plan if _step_seconds(plan, seconds) <= MAX_RATIO * now else None
+    return plan if _step_seconds(shares(plan), seconds) <= MAX_RATIO * now else None
 
 
 def shares(plan: Plan) -> list[int]:
@@ -52,11 +53,12 @@ def shares(plan: Plan) -> list[int]:
     return [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
 
 
-def _can_improve(present: Plan, seconds: Sequence[float], now: float) -> bool:
-    """Whether arbitrarily small shards would be enough of a gain: most steps need no plan, which costs more."""
-    least = present.num_microbatches / sum(1 / seconds[rank] for rank in present.holders[0])
-    return least <= MAX_RATIO * now
+def _can_take_at_most(limit: float, present: Plan, seconds: Sequence[float]) -> bool:
+    """Whether the ranks can compute all shards in ``limit`` seconds: mostly not, and a plan costs more than this."""
+    most = sum(int(limit / seconds[rank] + 1e-9) for rank in present.holders[0])
+    return most >= present.num_microbatches
 
 
-def _step_seconds(plan: Plan, seconds: Sequence[float]) -> float:
-    return max(len(plan.computed_by(rank, 0)) * one for rank, one in enumerate(seconds))
+def _step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """The seconds of a step in which each rank computes this many shards."""
+    return max(count * one for count, one in zip(counts, seconds, strict=True))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.data import SampleOrder, shard
-from hoop.data.sampler import ORDER, make_key, random_draws
+from hoop.data.sampler import ORDER, make_key, random_draws, sorting_order
 from hoop.errors import InvalidArgument, OutOfRange
 
 orders = st.builds(SampleOrder, seed=st.integers(0, 2**64 - 1), length=st.integers(1, 300))
@@ -30,6 +30,14 @@ def test_the_order_is_pinned() -> None:
     assert order.permutation(0)[:8].tolist() == [16750, 12685, 50072, 15489, 9722, 5673, 49615, 15381]
     digest = hashlib.sha256(order.permutation(3).astype("<i8").tobytes()).hexdigest()
     assert digest == "15565e3a971e605ace4443137f3b21d2a49051cd92ef2cc7d5b558032b8c4cf4"
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50, unique=True), st.integers(0, 63))
+def test_keys_are_sorted_as_numpy_sorts_them(keys: list[int], shift: int) -> None:
+    # Shifted, many keys have equal high bits.
+    found = np.unique(np.array(keys, np.uint64) >> np.uint64(shift))
+    shuffled = np.random.default_rng(1).permutation(found)
+    assert sorting_order(shuffled).tolist() == np.argsort(shuffled).tolist()
 
 
 @given(orders, st.integers(0, 1000))

@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hoop.engine.settings import Settings
 from hoop.plan.instructions import Instruction
+from hoop.plan.plan import Plan
 from hoop.runs.prediction import measured_machine, predicted_step, usual_seconds
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import FREE_MACHINE, Costs, Machine
@@ -16,7 +19,7 @@ from hoop.simulate.instruction_cost import sum_and_copy_seconds
 from hoop.simulate.rank import SHM_BLOCK_BYTES, SHM_RING_BYTES
 from hoop.simulate.result import SimulationResult
 from hoop.simulate.simulation import simulate
-from hoop.strategies.balancing import better_plan, shares
+from hoop.strategies.balancing import MAX_RATIO, better_plan, shares
 from hoop.strategies.catalog import parse
 from hoop.strategies.data_parallel import DataParallel
 
@@ -133,6 +136,19 @@ def test_the_best_plan_for_equal_devices_is_the_even_one() -> None:
     assert moved is not None
     assert shares(moved)[1] > 2
     assert better_plan(strategy, moved, even, [1.0, 1.0, 1.0]) == even
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0, 4.0, 1e9]), min_size=2, max_size=6), st.integers(1, 12))
+def test_every_plan_that_is_enough_of_a_gain_is_found(seconds: list[float], shards: int) -> None:
+    strategy = DataParallel()
+    even = strategy.plan(len(seconds), shards)
+
+    def step(plan: Plan) -> float:
+        return max(count * one for count, one in zip(shares(plan), seconds, strict=True))
+
+    best = strategy.plan(len(seconds), shards, [1 / one for one in seconds])
+    expected = best if step(best) <= MAX_RATIO * step(even) else None
+    assert better_plan(strategy, even, even, seconds) == expected
 
 
 def test_a_measured_sum_is_its_additions_its_copies_and_an_overhead() -> None:
