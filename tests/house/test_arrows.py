@@ -48,10 +48,10 @@ TABLE = """
     client          root memory wire collectives
     schedulers      root
     models          root
-    data            root
+    data            root native
     strategies      root plan
     servers         root memory wire transport collectives membership strategies
-    engine          root memory transport collectives membership models data plan strategies
+    engine          root memory native transport collectives membership models data plan strategies
     simulate        root membership plan strategies collectives
     dashboard       root wire client plan strategies
     report          root plan

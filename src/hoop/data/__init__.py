@@ -1,6 +1,6 @@
 """Datasets: a dataset has a length, and gives batches by sample number. Recipes' datasets, samplers and downloads.
 
-May import: nothing but the modules directly in hoop.
+May import: native.
 """
 
 from hoop.data.catalog import DATASETS, load

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from hoop.data.dataset import Batch, BatchBuffers, Indices, check_indices, read_only, sha256_of
+from hoop.data.pixels import Floats, PixelNormaliser
 from hoop.data.sampler import CROP, FLIP, random_draws
 from hoop.errors import InvalidArgument
 
@@ -66,14 +67,10 @@ def crop_images(images: Images, top: Indices, left: Indices, padding: int) -> Im
     return cropped
 
 
-Floats = npt.NDArray[np.float32]
-
-
 class ImageData:
     """uint8 images (samples, channels, height, width) with one label each; a batch is normalised float32.
 
-    A pixel p becomes (p - 255 mean) / (255 std). The two operations are rounded separately, so the result is the same
-    on every machine and at every position in a batch.
+    A pixel p becomes (p - 255 mean) / (255 std), with the bits that ``PixelNormaliser`` promises.
     """
 
     def __init__(
@@ -106,8 +103,9 @@ class ImageData:
         self.images = read_only(images)
         self.labels = read_only(labels.astype(np.int64))
         self.enlarge = enlarge
-        self._mean = _per_channel([255 * value for value in mean])
-        self._scale = _per_channel([1 / (255 * value) for value in std])
+        self._normaliser = PixelNormaliser(
+            _per_channel([255 * value for value in mean]), _per_channel([1 / (255 * value) for value in std])
+        )
         self._buffers = BatchBuffers()
 
     def __len__(self) -> int:
@@ -124,7 +122,7 @@ class ImageData:
     @property
     def normalisation(self) -> tuple[Floats, Floats]:
         """What is subtracted from a pixel, and the factor that follows; each is a scalar, or one value a channel."""
-        return self._mean, self._scale
+        return self._normaliser.mean, self._normaliser.factor
 
     @functools.cached_property
     def checksum(self) -> str:
@@ -140,9 +138,12 @@ class ImageData:
         indices = check_indices(indices, self)
         batch, (inputs, targets) = self._buffers.rows(out, len(indices), self)
         # mode="clip" avoids the extra copy that the default mode makes; the indices are already checked.
+        self.labels.take(indices, out=targets, mode="clip")
+        as_stored = self.augment is None and self.enlarge == 1
+        if as_stored and self._normaliser.convert_rows(self.images, indices, inputs):
+            return batch
         pixels = self._buffers.scratch(len(indices), self.images.shape[1:])
         self.images.take(indices, axis=0, out=pixels, mode="clip")
-        self.labels.take(indices, out=targets, mode="clip")
         if self.augment is not None:
             pixels = self.augment(pixels, indices, epoch=epoch, seed=seed)
         self._convert(pixels, inputs)
@@ -151,20 +152,15 @@ class ImageData:
     def _convert(self, pixels: npt.NDArray[np.uint8], floats: Floats) -> None:
         """Normalises pixels and enlarges each to a square of ``enlarge`` by ``enlarge``."""
         if self.enlarge == 1:
-            self._normalise(pixels, floats)
+            self._normaliser.convert(pixels, floats)
             return
         width, factor = pixels.shape[-1], self.enlarge
         small = np.empty(pixels.shape, np.float32)
-        self._normalise(pixels, small)
+        self._normaliser.convert(pixels, small)
         lines = floats.reshape(-1, factor, width * factor)
         for column in range(factor):
             lines[:, 0, column::factor] = small.reshape(-1, width)
         lines[:, 1:] = lines[:, :1]
-
-    def _normalise(self, pixels: npt.NDArray[np.uint8], floats: Floats) -> None:
-        np.copyto(floats, pixels)  # faster than a subtraction that converts its operands block by block
-        np.subtract(floats, self._mean, out=floats)
-        np.multiply(floats, self._scale, out=floats)
 
 
 def _per_channel(values: Sequence[float]) -> Floats:

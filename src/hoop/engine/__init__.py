@@ -11,7 +11,7 @@
 
 Servers and gRPC are unknown here.
 
-May import: memory transport collectives membership models data plan strategies.
+May import: memory native transport collectives membership models data plan strategies.
 """
 
 PUBLIC = (

@@ -1,7 +1,8 @@
-"""Hoop's native core: barriers and all-reduces in shared memory, in C, called without the interpreter lock.
+"""Hoop's native core: barriers and all-reduces in shared memory, and kernels for images and weights, in C.
 
-``core.c`` and ``fold_kernels.h`` are the library; ``build`` compiles it where a C compiler is there, ``library`` loads
-it. Where there is none, or ``HOOP_NATIVE=0``, Python and NumPy do the same work: the results have the same bits.
+It is called without the interpreter lock. ``core.c``, ``fold_kernels.h`` and ``operand_kernels.h`` are the library;
+``build`` compiles it where a C compiler is there, ``library`` loads it. Where there is none, or ``HOOP_NATIVE=0``,
+Python, NumPy and PyTorch do the same work: the results have the same bits.
 
 May import: nothing but the modules directly in hoop.
 """

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("core.c", "fold_kernels.h")
+SOURCES = ("core.c", "fold_kernels.h", "operand_kernels.h")
 LIBRARY = "libhoop_native.so.1"
 """Not ``….so``: Python would take that for an extension module."""
 _FLAGS = (

@@ -1,4 +1,5 @@
-/* Hoop's native core: barriers and all-reduces between ranks that map each other's memory.
+/* Hoop's native core: barriers and all-reduces between ranks that map each other's memory, and kernels that prepare
+   the operands of a step (operand_kernels.h).
 
    Python (library.py) fills the structures below and calls the functions at the end of this file through ctypes, which
    releases the interpreter lock. A structure belongs to one endpoint or to one prepared operation; one thread at a time
@@ -94,6 +95,9 @@ struct hoop_all_reduce {
 typedef void (*two_function)(void *restrict out, const void *left, const void *right, size_t count);
 typedef void (*four_function)(void *restrict out, const void *const *parts, size_t count);
 typedef void (*divide_function)(void *block, uint32_t divisor, size_t count);
+typedef void (*normalise_function)(const uint8_t *images, const int64_t *rows, uint64_t count, uint64_t row_bytes,
+                                   uint64_t channels, const float *means, const float *factors, float *out);
+typedef void (*transpose_function)(const float *from, uint64_t rows, uint64_t columns, float *into);
 struct kernel {
     two_function two;
     four_function four; /* 0: combine two at a time */
@@ -154,16 +158,26 @@ static inline uint16_t rounded_float16(float value)
 #define KERNEL(name) name##_baseline
 #define TARGET
 #define HAS_F16C 0
+#define HAS_AVX2 0
 #include "fold_kernels.h"
+#include "operand_kernels.h"
+#undef KERNEL
+#undef TARGET
+#undef HAS_F16C
+#undef HAS_AVX2
 #if defined(__x86_64__)
 #define KERNEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
 #define HAS_F16C 1
+#define HAS_AVX2 1
 #include "fold_kernels.h"
+#include "operand_kernels.h"
 #endif
 
 static const struct kernel (*kernels)[4] = kernels_baseline;
 static const divide_function *divides = divides_baseline;
+static normalise_function normalise = normalise_baseline;
+static transpose_function transpose = transpose_baseline;
 
 #if defined(__x86_64__)
 /* Whether the processor and the kernel support AVX2 and F16C. __builtin_cpu_supports does not link with ziglang. */
@@ -185,6 +199,8 @@ __attribute__((constructor)) static void choose_kernels(void)
     if (has_avx2()) {
         kernels = kernels_avx2;
         divides = divides_avx2;
+        normalise = normalise_avx2;
+        transpose = transpose_avx2;
     }
 #endif
 }
@@ -603,4 +619,17 @@ EXPORT int hoop_all_reduce_resume(struct hoop_all_reduce *all, int64_t sleep_ns)
 EXPORT void hoop_fold(struct hoop_all_reduce *all, char **parts, char *destination)
 {
     fold(all, parts, 0, all->count * all->itemsize, &destination, 1);
+}
+
+/* Images as floats: see operand_kernels.h. The caller has checked that every row is in `images`. */
+EXPORT void hoop_normalise(const uint8_t *images, const int64_t *rows, uint64_t count, uint64_t row_bytes,
+                           uint64_t channels, const float *means, const float *factors, float *out)
+{
+    normalise(images, rows, count, row_bytes, channels, means, factors, out);
+}
+
+/* The transpose of a contiguous matrix. */
+EXPORT void hoop_transpose(const float *from, uint64_t rows, uint64_t columns, float *into)
+{
+    transpose(from, rows, columns, into);
 }

@@ -195,6 +195,3 @@ static const divide_function KERNEL(divides)[8] = {
 #undef DEFINE_BFLOAT16
 #undef DEFINE_FLOAT16_CHOICE
 #undef DEFINE_INTEGER_DIVIDE
-#undef KERNEL
-#undef TARGET
-#undef HAS_F16C

@@ -113,6 +113,10 @@ class NativeLibrary:
         self.wake: Callable[..., None] = _taking(functions.hoop_wake, _pointer)
         self.resume: Callable[..., int] = _taking(functions.hoop_all_reduce_resume, _pointer, _i64)
         self.fold: Callable[..., None] = _taking(functions.hoop_fold, _pointer, _pointer, _pointer)
+        self.normalise: Callable[..., None] = _taking(
+            functions.hoop_normalise, _pointer, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer
+        )
+        self.transpose: Callable[..., None] = _taking(functions.hoop_transpose, _pointer, _u64, _u64, _pointer)
 
 
 def _taking(function: Any, *kinds: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.engine.stage.autograd import OnSegment, Stage, Views
+from hoop.engine.stage.transposed_weight import TransposedWeight
 
 _backward_relu = torch.ops.aten.threshold_backward.grad_input
 
@@ -55,6 +56,7 @@ class ChainStage(Stage):
 
     def __init__(self, layers: Sequence[Layer], recompute: bool = False) -> None:
         self._layers = list(layers)
+        self._transposed = [TransposedWeight.of(one.weight) for one in layers]
         self._recompute = recompute
         self._shape = torch.Size()
         self._saved: dict[int, list[Tensor]] = {}
@@ -71,8 +73,8 @@ class ChainStage(Stage):
         """Return the input, then the output of each layer."""
         values = [inputs]
         with _WITHOUT_ONEDNN:
-            for layer in self._layers:
-                values.append(_forward_layer(layer, values[-1]))
+            for layer, transposed in zip(self._layers, self._transposed, strict=True):
+                values.append(_forward_layer(layer, values[-1], transposed))
         return values
 
     @torch.no_grad()
@@ -180,7 +182,7 @@ class ChainStage(Stage):
         return value
 
 
-def _forward_layer(layer: Layer, value: Tensor) -> Tensor:
+def _forward_layer(layer: Layer, value: Tensor, transposed: TransposedWeight | None = None) -> Tensor:
     if layer.weight is None:
         return value.relu()
     if value.is_cuda and layer.bias is not None:  # bias and ReLU in the kernel of the product
@@ -189,6 +191,8 @@ def _forward_layer(layer: Layer, value: Tensor) -> Tensor:
         return torch.addmm(layer.bias, value, layer.weight.t())
     if len(value) >= _MIN_ROWS and len(layer.weight) <= _MAX_OUTPUTS:
         out = torch.mm(layer.weight, value.t()).t().contiguous()
+    elif transposed is not None:
+        out = transposed.product(value)
     else:
         out = torch.mm(value, layer.weight.t())
     if layer.bias is not None:
