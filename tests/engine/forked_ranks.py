@@ -28,7 +28,7 @@ from torch import Tensor
 from hoop import environment
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext, group_id
-from hoop.engine import cost_probe
+from hoop.engine import cost_probe, rehearsal
 from hoop.engine import setup as engine_setup
 from hoop.engine.fault_tolerance.checkpoint_format import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
@@ -93,6 +93,7 @@ def measure_briefly() -> None:
     brief |= {"_COPIED_BYTES": 1 << 16, "_CACHE_BYTES": 1 << 16}
     for name, value in brief.items():
         mock.patch.object(cost_probe, name, value).start()
+    mock.patch.object(rehearsal, "SECONDS", 0.0).start()
     small_vectors = partial(cost_probe.measure_costs, sizes=(1 << 16,))
     mock.patch.object(engine_setup, "measure_costs", small_vectors).start()
 

@@ -1,4 +1,4 @@
-"""Before the first step ranks measure the costs of communication, on all transports; the results do not change."""
+"""Before the first step ranks measure what a step costs, and rehearse whole steps; the results do not change."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from small_jobs import settings
 
 from hoop.cli.dashboard import simulated
 from hoop.dashboard.simulator import Question
+from hoop.engine import rehearsal
 from hoop.runs.prediction import measured_job_costs, predicted_step_seconds
 
 pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "tcp")  # shm is there
@@ -22,7 +23,7 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
     outcomes = train(scheme, devices, job_settings, JOBS["mlp"], briefly=False)
     assert differing(alone("mlp"), tensors_in(checkpoint(outcomes))) == []
     (started,) = [event for one in outcomes for event in one.of("started")]
-    costs = started["costs"]
+    costs = {name: value for name, value in started["costs"].items() if name != "rehearsed_s"}
     assert all(costs[name] > 0 for name in ("message_s", "agree_s", "update_s", "copy_s", "add_s"))
     assert ("meeting_s" in costs) == (scheme == "shm")
     assert costs["late_share"] >= 0
@@ -37,6 +38,47 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
     assert later > with_replicas, "a step ends when the slowest rank has computed"
     assert without_replicas is not None
     assert with_replicas > without_replicas if strategy != "data" else with_replicas == without_replicas
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "job"),
+    [
+        ("data", 1, "normed"),
+        ("data", 3, "normed"),
+        ("data:sharded", 2, "normed"),
+        ("pipeline:zero-bubble", 3, "mlp"),
+        ("ring", 2, "normed"),
+        ("hybrid:replicas=2", 4, "normed"),
+        ("ps:bsp,servers=2", 4, "normed"),
+    ],
+)
+def test_rehearsed_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch, strategy: str, devices: int, job: str) -> None:
+    """Batch norms, dropout and counters: state, bytes and counted work are those of a run that rehearsed nothing."""
+    wanted = settings(strategy)
+    outcomes = train("shm", devices, wanted, JOBS[job], briefly=False)
+    assert differing(alone(job), tensors_in(checkpoint(outcomes))) == []
+    monkeypatch.setattr(rehearsal, "SECONDS", 0.0)
+    plain = train("shm", devices, wanted, JOBS[job], briefly=False)
+    for rehearsed, other in zip(outcomes, plain, strict=True):
+        assert rehearsed.account["bytes_sent"] == other.account["bytes_sent"]
+        assert rehearsed.account["instructions"] == other.account["instructions"]
+        assert sorted(rehearsed.executed) == sorted(other.executed)  # the order of a rule depends on arrivals
+        assert rehearsed.losses == other.losses
+        fed, its = ([row for event in one.of("steps") for row in event["fed"]] for one in (rehearsed, other))
+        assert fed == its
+    costs, without = (one["costs"] for run in (outcomes, plain) for rank in run for one in rank.of("started"))
+    assert "rehearsed_s" not in without
+    predicted = predicted_step_seconds(costs, wanted)
+    assert predicted is not None
+    twice = predicted_step_seconds({**costs, "rehearsed_s": 2 * costs["rehearsed_s"]}, wanted)
+    assert twice == pytest.approx(2 * predicted)
+
+
+@pytest.mark.parametrize("strategy", ["ring:async", "ps:asp"])
+def test_steps_of_asynchronous_strategies_are_not_rehearsed(strategy: str) -> None:
+    outcomes = train("shm", 2, settings(strategy), JOBS["mlp"], briefly=False)
+    (started,) = [event for one in outcomes for event in one.of("started")]
+    assert "rehearsed_s" not in started["costs"]
 
 
 def test_the_dashboards_simulator_answers_from_the_costs_that_a_job_has_measured() -> None:

@@ -44,6 +44,7 @@ from hoop.engine.executor import PartitionedModel, PlanExecutor, RankRuntime
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.partitioning import KeptVersions, check_gpu_memory, future_plan, needed_gpu_bytes, partition
+from hoop.engine.rehearsal import measure_steps
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
 from hoop.engine.roles.resident import ResidentRole
@@ -55,6 +56,7 @@ from hoop.engine.stage.gradient_reduction import GradientReducer
 from hoop.engine.stage.kept_gpu_memory import kept_overhead
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StageState, StateVectors
+from hoop.engine.step_schedule import StepSchedule
 from hoop.engine.update_choice import check_can_shard, is_faster_sharded, may_choose
 from hoop.environment import mismatch, rounding_text, rounds_differently
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
@@ -383,6 +385,17 @@ def _measure_step_costs(
     found["late_share"] = measure_lateness(context.communicator, settings.timeout_s)
     found["hosts"] = list(hosts) if separate else [0] * context.size
     found["strategy"] = setup.strategy.spec
+    if executor.accelerator is None and setup.strategy.synchronous and not context.joining and not context.future_size:
+        seconds = sum(one.seconds for one in setup.blocks) * settings.num_microbatches / context.size
+        rehearsed = measure_steps(
+            context.communicator,
+            setup.role,
+            StepSchedule(settings, len(data.train)),
+            seconds * max(1.0, *settings.slowdown, 1.0),
+            settings.timeout_s,
+        )
+        if rehearsed is not None:
+            found["rehearsed_s"] = rehearsed
     if isinstance(setup.role, ResidentRole) and not context.joining and not context.future_size:
         estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)
         order = SampleOrder(settings.seed, len(data.train))

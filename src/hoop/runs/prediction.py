@@ -88,7 +88,19 @@ def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: C
         return None
     if given is None and "gpu" in measured:
         return max(found.step_seconds, _rehearsed_seconds(measured["gpu"]))
+    if given is None and "rehearsed_s" in measured:
+        return found.step_seconds * _rehearsed_ratio(measured, settings)
     return found.step_seconds
+
+
+def _rehearsed_ratio(measured: MeasuredCosts, settings: Settings) -> float:
+    """Ratio of a step that the ranks have rehearsed to its simulation: what the measured parts of it do not show.
+
+    The rehearsed steps had no commit, no training loop around them, and the shards of equal devices.
+    """
+    program = {**measured, "step_s": 0.0, "agree_s": 0.0}
+    simulated = predicted_step(program, settings.replaced({"replicate": False, "balance": False}))
+    return float(measured["rehearsed_s"]) / simulated.step_seconds if simulated and simulated.step_seconds else 1.0
 
 
 def predicted_step(

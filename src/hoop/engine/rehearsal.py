@@ -1,0 +1,118 @@
+"""Whole steps before the first one, of which nothing remains: how long a step takes where everything happens at once.
+
+``cost_probe.py`` measures the parts of a step one by one. In a step each part finds less in the caches, cores are not
+alike, and ranks wait for each other: together the parts take up to a third longer, or less time where the rank that
+measured has a slow core. ``runs/prediction.py`` scales its simulation by the ratio of the two.
+
+The steps are those of the run: the same plan, messages and updates, the first samples of the first epoch. Only the
+state at the end is put back, and what counts the work. Not for asynchronous strategies, whose ranks are at different
+steps, nor for state on a GPU, which ``cost_probe.measure_gpu_step`` rehearses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from hoop.collectives.communicator import Communicator
+from hoop.collectives.reduction import Array
+from hoop.collectives.registry import Operation
+from hoop.engine.data_feed import Position
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.roles.base import RankRole
+from hoop.engine.stage.provenance import Provenance
+from hoop.engine.stage.sharded_update import ShardedStageState
+from hoop.engine.step_schedule import StepSchedule, StepWork
+from hoop.memory.dtypes import dtype
+
+SECONDS = 0.25
+"""Seconds that the measured steps may take, about."""
+MAX_STEPS, MIN_STEPS = 8, 2
+WARM_UP = 2
+"""Steps before the measured ones: they touch memory for the first time."""
+MAX_STATE_BYTES = 256 << 20
+"""Bytes of a rank's state above which no step is rehearsed: the copy would take too much memory and time."""
+_FIRST_STEP = 1 << 40
+"""Number of the first rehearsed step. No step of a run has it, so no fault is injected into one."""
+
+
+def measure_steps(
+    communicator: Communicator, role: RankRole, schedule: StepSchedule, estimate_s: float, timeout: float
+) -> float | None:
+    """Return the seconds of a step without its commit, of the slowest rank; None: too long, or too much state.
+
+    Collective; the state does not change. ``estimate_s``: about what a step takes, equal at all ranks.
+    """
+    steps = min(MAX_STEPS, int(SECONDS / estimate_s) if estimate_s > 0 else MAX_STEPS)
+    mine = np.array([sum(one.nbytes for one in _arrays(role))], np.float64)
+    if steps < MIN_STEPS or not schedule.total_steps or _most(communicator, mine, timeout) > MAX_STATE_BYTES:
+        return None
+    with _rehearsal(role):
+        for number in range(WARM_UP):
+            role.advance([_work(schedule, number)], False)
+        began = time.perf_counter()
+        for number in range(WARM_UP, WARM_UP + steps):
+            role.advance([_work(schedule, number)], False)
+        mine[0] = (time.perf_counter() - began) / steps
+        return _most(communicator, mine, timeout)  # no rank goes on while another one still reads its memory
+
+
+def _most(communicator: Communicator, mine: Array, timeout: float) -> float:
+    """Collective. The largest of all ranks' numbers."""
+    found = np.zeros(communicator.size, np.float64)
+    communicator.run(Operation("all_gather", 1, dtype("float64")), mine, found, timeout)
+    return float(found.max())
+
+
+def _work(schedule: StepSchedule, number: int) -> StepWork:
+    (work,) = schedule.next_steps(number % schedule.total_steps, 1)
+    position = Position(work.position.epoch, work.position.step, _FIRST_STEP + number)
+    return dataclasses.replace(work, position=position)
+
+
+def _arrays(role: RankRole) -> list[Array]:
+    """The vectors of this rank that a step changes, some of them more than once."""
+    found = []
+    for state in role.executor.stage_states.values():
+        found += [state.state_array, *(one.numpy() for one in state.moments)]
+    for flat in role.flat_states():
+        found += [flat.weights, *(one.numpy() for one in flat.moments)]
+    return found
+
+
+@contextlib.contextmanager
+def _rehearsal(role: RankRole) -> Iterator[None]:
+    """Steps inside leave no trace: not in the state, nor in what this rank reports of its work."""
+    executor, states = role.executor, role.executor.stage_states.values()
+    arrays = _arrays(role)
+    contents = [one.copy() for one in arrays]
+    counters = [(one, one.clone()) for state in states for one in state.layout.counters]
+    profiler = copy.deepcopy(executor.profiler)
+    kept = {name: getattr(executor, name) for name in ("rate", "steps_updated", "computed", "extra_bytes_sent")}
+    bytes_sent = executor.bytes_sent
+    role.attach_provenance(Provenance(executor.plan.num_microbatches))
+    try:
+        yield
+    finally:
+        for array, content in zip(arrays, contents, strict=True):
+            array[:] = content
+        for counter, before in counters:
+            counter.copy_(before)
+        for state in states:
+            if isinstance(state, ShardedStageState):
+                state.stale = False
+        kept["extra_bytes_sent"] -= executor.bytes_sent - bytes_sent
+        for name, value in kept.items():
+            setattr(executor, name, value)
+        _restore_profiler(executor, profiler)
+
+
+def _restore_profiler(executor: PlanExecutor, before: object) -> None:
+    """Sets the executor's profiler, to which others refer, to what it was."""
+    for name, value in vars(before).items():
+        setattr(executor.profiler, name, value)
