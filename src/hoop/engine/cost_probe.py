@@ -10,7 +10,8 @@
     measure_lateness        the slowest rank's extra compute time, relative to the median
     measure_gpu_step        the step of a rank whose state stays on a GPU: its graphs, and whole steps
 
-``rehearsal.py`` measures whole steps of other ranks. Results are plain values, which can be sent in events; ``runs/prediction.py`` turns them into costs for the simulator.
+``rehearsal.py`` measures whole steps of other ranks. Results are plain values, which can be sent in events;
+``runs/prediction.py`` turns them into costs for the simulator.
 Times are CPU times of the calling thread where possible: ranks that measure on the same core at the same time do not
 count each other's time.
 """
