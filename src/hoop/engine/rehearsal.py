@@ -15,15 +15,17 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.engine.data_feed import Position
 from hoop.engine.executor import PlanExecutor
+from hoop.engine.profiler import InstructionProfiler
 from hoop.engine.roles.base import RankRole
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.sharded_update import ShardedStageState
@@ -31,10 +33,8 @@ from hoop.engine.step_schedule import StepSchedule, StepWork
 from hoop.memory.dtypes import dtype
 
 SECONDS = 0.25
-"""Seconds that the measured steps may take, about."""
+"""Seconds that the measured steps may take, about. Where few fit in, none is measured."""
 MAX_STEPS, MIN_STEPS = 8, 2
-WARM_UP = 2
-"""Steps before the measured ones: they touch memory for the first time."""
 MAX_STATE_BYTES = 256 << 20
 """Bytes of a rank's state above which no step is rehearsed: the copy would take too much memory and time."""
 _FIRST_STEP = 1 << 40
@@ -46,27 +46,42 @@ def measure_steps(
 ) -> float | None:
     """Return the seconds of a step without its commit, of the slowest rank; None: too long, or too much state.
 
-    Collective; the state does not change. ``estimate_s``: about what a step takes, equal at all ranks.
+    Collective; the state does not change. ``estimate_s``: about what a step takes at least. ``timeout``: of each
+    agreement between the ranks, in seconds.
     """
-    steps = min(MAX_STEPS, int(SECONDS / estimate_s) if estimate_s > 0 else MAX_STEPS)
-    mine = np.array([sum(one.nbytes for one in _arrays(role))], np.float64)
-    if steps < MIN_STEPS or not schedule.total_steps or _most(communicator, mine, timeout) > MAX_STATE_BYTES:
+    if not schedule.total_steps:
+        return None
+    state_bytes = float(sum(one.nbytes for one in _arrays(role)))
+    most_bytes, longest_s = _most(communicator, [state_bytes, estimate_s], timeout)
+    if most_bytes > MAX_STATE_BYTES or longest_s > SECONDS / MIN_STEPS:
         return None
     with _rehearsal(role):
-        for number in range(WARM_UP):
-            role.advance([_work(schedule, number)], False)
-        began = time.perf_counter()
-        for number in range(WARM_UP, WARM_UP + steps):
-            role.advance([_work(schedule, number)], False)
-        mine[0] = (time.perf_counter() - began) / steps
-        return _most(communicator, mine, timeout)  # no rank goes on while another one still reads its memory
+        # The first steps touch memory for the first time.
+        (longest_s,) = _most(communicator, [_seconds(role, schedule, 0, 1)], timeout)
+        steps = min(MAX_STEPS, int(SECONDS / longest_s))
+        if steps < MIN_STEPS:
+            return None
+        _seconds(role, schedule, 1, 1)
+        mine = _seconds(role, schedule, 2, steps) / steps
+        (found,) = _most(communicator, [mine], timeout)  # no rank goes on while another one reads its memory
+        return found
 
 
-def _most(communicator: Communicator, mine: Array, timeout: float) -> float:
-    """Collective. The largest of all ranks' numbers."""
-    found = np.zeros(communicator.size, np.float64)
-    communicator.run(Operation("all_gather", 1, dtype("float64")), mine, found, timeout)
-    return float(found.max())
+def _seconds(role: RankRole, schedule: StepSchedule, first: int, count: int) -> float:
+    """Runs this many steps; returns how long this rank took."""
+    began = time.perf_counter()
+    for number in range(first, first + count):
+        role.advance([_work(schedule, number)], False)
+    return time.perf_counter() - began
+
+
+def _most(communicator: Communicator, mine: Sequence[float], timeout: float) -> list[float]:
+    """Collective. The largest of all ranks' numbers, one by one."""
+    found = np.zeros((communicator.size, len(mine)), np.float64)
+    gather = Operation("all_gather", len(mine), dtype("float64"))
+    communicator.run(gather, np.array(mine, np.float64), found.reshape(-1), timeout)
+    largest: list[float] = found.max(axis=0).tolist()
+    return largest
 
 
 def _work(schedule: StepSchedule, number: int) -> StepWork:
@@ -76,13 +91,13 @@ def _work(schedule: StepSchedule, number: int) -> StepWork:
 
 
 def _arrays(role: RankRole) -> list[Array]:
-    """The vectors of this rank that a step changes, some of them more than once."""
-    found = []
+    """The vectors of this rank that a step changes."""
+    found: list[Array] = []
     for state in role.executor.stage_states.values():
         found += [state.state_array, *(one.numpy() for one in state.moments)]
     for flat in role.flat_states():
         found += [flat.weights, *(one.numpy() for one in flat.moments)]
-    return found
+    return list({(one.ctypes.data, one.nbytes): one for one in found}.values())  # some roles have them twice
 
 
 @contextlib.contextmanager
@@ -97,7 +112,8 @@ def _rehearsal(role: RankRole) -> Iterator[None]:
     bytes_sent = executor.bytes_sent
     role.attach_provenance(Provenance(executor.plan.num_microbatches))
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         for array, content in zip(arrays, contents, strict=True):
             array[:] = content
@@ -112,7 +128,7 @@ def _rehearsal(role: RankRole) -> Iterator[None]:
         _restore_profiler(executor, profiler)
 
 
-def _restore_profiler(executor: PlanExecutor, before: object) -> None:
+def _restore_profiler(executor: PlanExecutor, before: InstructionProfiler) -> None:
     """Sets the executor's profiler, to which others refer, to what it was."""
     for name, value in vars(before).items():
         setattr(executor.profiler, name, value)

@@ -386,16 +386,14 @@ def _measure_step_costs(
     found["hosts"] = list(hosts) if separate else [0] * context.size
     found["strategy"] = setup.strategy.spec
     if executor.accelerator is None and setup.strategy.synchronous and not context.joining and not context.future_size:
-        seconds = sum(one.seconds for one in setup.blocks) * settings.num_microbatches / context.size
-        rehearsed = measure_steps(
-            context.communicator,
-            setup.role,
-            StepSchedule(settings, len(data.train)),
-            seconds * max(1.0, *settings.slowdown, 1.0),
-            settings.timeout_s,
-        )
-        if rehearsed is not None:
-            found["rehearsed_s"] = rehearsed
+        compute_s = sum(one.seconds for one in setup.blocks) * settings.num_microbatches / context.size
+        estimate_s = compute_s * max(settings.slowdown, default=1.0)
+        if context.size > 1:
+            estimate_s += found["byte_s"] * sum(one.weight_bytes for one in setup.blocks) / context.size
+        schedule = StepSchedule(settings, len(data.train))
+        rehearsed_s = measure_steps(context.communicator, setup.role, schedule, estimate_s, settings.timeout_s)
+        if rehearsed_s is not None:
+            found["rehearsed_s"] = rehearsed_s
     if isinstance(setup.role, ResidentRole) and not context.joining and not context.future_size:
         estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)
         order = SampleOrder(settings.seed, len(data.train))
