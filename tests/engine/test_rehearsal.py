@@ -41,20 +41,22 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices", "job"),
+    ("strategy", "devices", "job", "cut"),
     [
-        ("data", 1, "normed"),
-        ("data", 3, "normed"),
-        ("data:sharded", 2, "normed"),
-        ("pipeline:zero-bubble", 3, "mlp"),
-        ("ring", 2, "normed"),
-        ("hybrid:replicas=2", 4, "normed"),
-        ("ps:bsp,servers=2", 4, "normed"),
+        ("data", 1, "normed", ()),
+        ("data", 3, "normed", ()),
+        ("data:sharded", 2, "normed", ()),
+        ("pipeline:zero-bubble", 3, "mlp", ()),
+        ("ring", 2, "normed", (2,)),
+        ("hybrid:replicas=2", 4, "normed", (2,)),
+        ("ps:bsp,servers=2", 4, "normed", ()),
     ],
 )
-def test_rehearsed_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch, strategy: str, devices: int, job: str) -> None:
+def test_rehearsed_steps_leave_no_trace(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, devices: int, job: str, cut: tuple[int, ...]
+) -> None:
     """Batch norms, dropout and counters: state, bytes and counted work are those of a run that rehearsed nothing."""
-    wanted = settings(strategy)
+    wanted = settings(strategy, cut=cut)  # what is sent depends on it
     monkeypatch.setattr(rehearsal, "SECONDS", 600.0)  # steps on a busy machine are rehearsed too
     outcomes = train("shm", devices, wanted, JOBS[job], briefly=False)
     assert differing(alone(job), tensors_in(checkpoint(outcomes))) == []

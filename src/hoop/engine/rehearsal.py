@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
@@ -23,13 +22,12 @@ import torch
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
-from hoop.engine.data_feed import Position
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.profiler import InstructionProfiler
 from hoop.engine.roles.base import RankRole
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.sharded_update import ShardedStageState
-from hoop.engine.step_schedule import StepSchedule, StepWork
+from hoop.engine.step_schedule import StepSchedule
 from hoop.memory.dtypes import dtype
 
 SECONDS = 0.25
@@ -37,8 +35,6 @@ SECONDS = 0.25
 MAX_STEPS, MIN_STEPS = 8, 2
 MAX_STATE_BYTES = 256 << 20
 """Bytes of a rank's state above which no step is rehearsed: the copy would take too much memory and time."""
-_FIRST_STEP = 1 << 40
-"""Number of the first rehearsed step. No step of a run has it, so no fault is injected into one."""
 
 
 def measure_steps(
@@ -71,7 +67,7 @@ def _seconds(role: RankRole, schedule: StepSchedule, first: int, count: int) -> 
     """Runs this many steps; returns how long this rank took."""
     began = time.perf_counter()
     for number in range(first, first + count):
-        role.advance([_work(schedule, number)], False)
+        role.advance(schedule.next_steps(number % schedule.total_steps, 1), False)
     return time.perf_counter() - began
 
 
@@ -82,12 +78,6 @@ def _most(communicator: Communicator, mine: Sequence[float], timeout: float) -> 
     communicator.run(gather, np.array(mine, np.float64), found.reshape(-1), timeout)
     largest: list[float] = found.max(axis=0).tolist()
     return largest
-
-
-def _work(schedule: StepSchedule, number: int) -> StepWork:
-    (work,) = schedule.next_steps(number % schedule.total_steps, 1)
-    position = Position(work.position.epoch, work.position.step, _FIRST_STEP + number)
-    return dataclasses.replace(work, position=position)
 
 
 def _arrays(role: RankRole) -> list[Array]:

@@ -234,8 +234,6 @@ def _prepare(runtime: RankRuntime, job: Job, data: Splits, earlier: EarlierSetup
         role: RankRole = ResidentRole(executor, data.train, runtime.vectors, sum(one.seconds for one in costs))
     else:
         role = make_role(executor, strategy, blocks, data.train, runtime.vectors)
-    if context.inject_faults is not None:
-        context.inject_faults(executor)
     setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role, rounding=rounding)
     if not resharding:  # the run is predicted once, when it starts
         try:
@@ -244,6 +242,8 @@ def _prepare(runtime: RankRuntime, job: Job, data: Splits, earlier: EarlierSetup
             role.close()
             executor.close()
             raise
+    if context.inject_faults is not None:  # not before: they are for the steps of the run, not for rehearsed ones
+        context.inject_faults(executor)
     return setup
 
 

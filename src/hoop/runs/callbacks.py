@@ -194,11 +194,14 @@ class OpenTelemetryLogger(Callback):
         self._tracer = tracer
         self._span: Any = None
         """Span of the run; None before it starts and after it ends."""
+        self._began = 0.0
+        """When that span began, in seconds since the epoch."""
 
     def _start(self, run: RunControl, started: ev.Started, time: float) -> None:
         """Starts the span of the run at the time of the event, which comes here later."""
         if self._span is not None:  # the devices were started again
             self._end()
+        self._began = time
         settings = {f"hoop.{name}": value for name, value in run.settings.items() if isinstance(value, _PLAIN)}
         self._span = self._tracer.start_span(
             "hoop.train",
@@ -243,12 +246,16 @@ class OpenTelemetryLogger(Callback):
             self._end()
 
     def _child(self, name: str, end: float, seconds: float, attributes: Mapping[str, Any]) -> None:
-        """A span that ended at ``end``, in seconds since the epoch."""
+        """A span that ended at ``end``, in seconds since the epoch.
+
+        It begins with the run's at the earliest. A device that recovers from a loss before the first step reports
+        the start of the run afterwards.
+        """
         span = self._tracer.start_span(
             f"hoop.{name}",
             self._trace.set_span_in_context(self._span),
             attributes={f"hoop.{field}": value for field, value in attributes.items()},
-            start_time=_nanoseconds(end - seconds),
+            start_time=_nanoseconds(max(end - seconds, min(self._began, end))),
         )
         span.end(_nanoseconds(end))
 
