@@ -58,6 +58,7 @@ def test_rehearsed_steps_leave_no_trace(
     """Batch norms, dropout and counters: state, bytes and counted work are those of a run that rehearsed nothing."""
     wanted = settings(strategy, cut=cut)  # what is sent depends on it
     monkeypatch.setattr(rehearsal, "SECONDS", 600.0)  # steps on a busy machine are rehearsed too
+    monkeypatch.setattr(rehearsal, "MAX_STEPS", 9)
     outcomes = train("shm", devices, wanted, JOBS[job], briefly=False)
     assert differing(alone(job), tensors_in(checkpoint(outcomes))) == []
     monkeypatch.setattr(rehearsal, "SECONDS", 0.0)

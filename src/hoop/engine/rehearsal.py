@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Iterator, Sequence
+from statistics import mean, median
 
 import numpy as np
 import torch
@@ -32,7 +34,9 @@ from hoop.memory.dtypes import dtype
 
 SECONDS = 0.25
 """Seconds that the measured steps may take, about. Where few fit in, none is measured."""
-MAX_STEPS, MIN_STEPS = 8, 2
+MAX_STEPS, MIN_STEPS = 64, 2
+SPAN = 8
+"""Steps whose mean counts as one measurement: where devices share a core, short steps alternate with long ones."""
 MAX_STATE_BYTES = 256 << 20
 """Bytes of a rank's state above which no step is rehearsed: the copy would take too much memory and time."""
 
@@ -53,22 +57,24 @@ def measure_steps(
         return None
     with _rehearsal(role):
         # The first steps touch memory for the first time.
-        (longest_s,) = _most(communicator, [_seconds(role, schedule, 0, 1)], timeout)
+        (longest_s,) = _most(communicator, _seconds(role, schedule, 0, 1), timeout)
         steps = min(MAX_STEPS, int(SECONDS / longest_s))
         if steps < MIN_STEPS:
             return None
         _seconds(role, schedule, 1, 1)
-        mine = _seconds(role, schedule, 2, steps) / steps
-        (found,) = _most(communicator, [mine], timeout)  # no rank goes on while another one reads its memory
+        each = _seconds(role, schedule, 2, steps)
+        usual = median(mean(each[low : low + SPAN]) for low in range(0, max(1, steps - SPAN + 1), SPAN))
+        (found,) = _most(communicator, [usual], timeout)  # no rank goes on while another one reads its memory
         return found
 
 
-def _seconds(role: RankRole, schedule: StepSchedule, first: int, count: int) -> float:
-    """Runs this many steps; returns how long this rank took."""
-    began = time.perf_counter()
+def _seconds(role: RankRole, schedule: StepSchedule, first: int, count: int) -> list[float]:
+    """Runs this many steps; returns how long this rank took for each."""
+    times = [time.perf_counter()]
     for number in range(first, first + count):
         role.advance(schedule.next_steps(number % schedule.total_steps, 1), False)
-    return time.perf_counter() - began
+        times.append(time.perf_counter())
+    return [end - began for began, end in itertools.pairwise(times)]
 
 
 def _most(communicator: Communicator, mine: Sequence[float], timeout: float) -> list[float]:
