@@ -27,9 +27,11 @@ quick: install ## Lint, types, house rules and unit tests
 everything: install ## All tests, also those that take long and repeat what shorter ones show
 	@$(BIN)/python -m pytest $(PARALLEL) -m ''
 
+# One process a file: some tests fork ranks, which a process that has used CUDA itself cannot.
 gpu: install ## The tests that need a CUDA GPU; make test skips them where there is none
-	@$(BIN)/python -m pytest -m gpu tests/engine tests/fault tests/torch
-	@$(BIN)/python -m pytest -m gpu tests/process tests/unit/memory tests/unit/engine  # these use CUDA here, after which no rank is forked
+	@failed=; for file in $$(grep -rl --include 'test_*.py' 'mark\.gpu' tests | sort); do \
+	  echo "$$file"; $(BIN)/python -m pytest -m gpu "$$file" || failed="$$failed $$file"; done; \
+	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor
 	@$(BIN)/python -m pytest $(PARALLEL) --cov --cov-fail-under=65 tests/unit tests/contract tests/engine tests/model

@@ -7,7 +7,6 @@ is not counted.
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import math
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 import preloaded
 import pytest
+from gpus import has_gpu
 from preload_server import read_at_import
 
 GRACE_S = 30.0
@@ -283,20 +283,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FilesAndFolder(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-@functools.cache
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.device_count())
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests as slow where their ``slow_if`` condition holds, and puts the slowest folders first.
 
     A slow test repeats at length what a shorter one shows; ``make everything`` runs it.
     """
     for item in items:
-        if item.get_closest_marker("gpu") is not None and not _has_gpu():
+        if item.get_closest_marker("gpu") is not None and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if any(mark.kwargs["when"](params) for mark in item.iter_markers("slow_if")):

@@ -11,8 +11,8 @@ survives a fork.
 A training in a forked command measures briefly before its first step (``measure_briefly``), unless the variable
 ``HOOP_TEST_MEASURES`` is ``fully``.
 
-``hoop up``, ``hoop run`` and others (``STARTERS``) start their processes in the same way: from a fork of this process
-that was made before they opened gRPC.
+``hoop up``, ``hoop run`` and others (``STARTERS``), and programs that call ``hoop.train``, start their processes in the
+same way: from a fork of this process that was made before they opened gRPC.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import ctypes
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import pkgutil
@@ -62,8 +63,7 @@ CLONE_NEWNET = 0x40000000
 NETNS = ["ip", "netns", "exec"]
 """A command in a network namespace begins so; its name follows."""
 STARTERS = (["-m", "hoop", "up"], ["-m", "hoop", "chaos"], ["-m", "hoop", "run"])
-STARTING_FILES = ("examples/lab_client.py", "examples/lab_training.py")
-"""Commands and files that start Hoop processes."""
+"""Commands that start Hoop processes."""
 DIES_WITH_PARENT = ["-I", "-S", "-c"]
 """A rank of ``hoop run`` begins so, after Python: then a program that lets the rank die with its parent, the pid of
 that parent, and the command of the rank."""
@@ -111,7 +111,7 @@ def send(
 
 def _python_arguments(words: list[str]) -> list[str]:
     words = words[4:] if words[:3] == NETNS else words
-    return [word for place, word in enumerate(words[1:]) if (place, word) != (0, "-P")]
+    return list(itertools.dropwhile({"-P", "-B"}.__contains__, words[1:]))
 
 
 def forkable(words: list[str]) -> bool:
@@ -268,7 +268,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     if request["netns"]:
         _enter(request["netns"])
     arguments: list[str] = request["arguments"]
-    if arguments[:3] in STARTERS or arguments[0].endswith(STARTING_FILES):
+    calls = arguments[0] != "-m" and not any("clean_process" in one for one in arguments)  # hoop.train, perhaps
+    if arguments[:3] in STARTERS or calls:
         _fork_devices()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return arguments

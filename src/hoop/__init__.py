@@ -95,6 +95,11 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_ROOMS[name]), name)
 
 
+def __dir__() -> list[str]:
+    """The public names, for completion: most are loaded when first used, and none of this file's imports is one."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
 if os.environ.get("HOOP_LOG"):  # logging is imported only where it was asked for
     from hoop.logs import configure
 

@@ -6,6 +6,7 @@
     │   ├── OutOfRange               an address or a range outside a device's memory
     │   ├── NotFound                 an unknown device, communicator, buffer or stream
     │   ├── FailedPrecondition       a valid call in the wrong state
+    │   │   └── FileGone                 a file of this process was deleted or replaced
     │   ├── CollectiveMismatch       ranks of a communicator called different collectives; it is unusable
     │   ├── ResourceExhausted        a limit is reached
     │   │   └── OutOfMemory              a device's arena is full
@@ -71,6 +72,10 @@ class FailedPrecondition(UserError):
     """A valid call in the wrong state."""
 
     code = "FAILED_PRECONDITION"
+
+
+class FileGone(FailedPrecondition):
+    """A file was deleted or replaced by somebody else while this process was writing it."""
 
 
 class CollectiveMismatch(UserError):

@@ -2,19 +2,26 @@
 
 The log is bounded in number and in bytes: it drops old events, and a gap in the sequence numbers shows that. A reader
 waits for events on a condition variable, not by polling.
+
+Who publishes an event has decided something, and goes on whatever the listeners do: ``Listeners`` calls each of them,
+and an error of one is reported once and stops nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Generic, TypeVarTuple
 
 from hoop.texts import MAX_TEXT_BYTES, printable
 
+log = logging.getLogger("hoop.events")
+Arguments = TypeVarTuple("Arguments")
 CAPACITY = 10_000
 MAX_LOG_BYTES = 64 << 20
 """Maximum bytes of all texts in a log."""
@@ -46,6 +53,48 @@ class Event:
         return _EVENT_BYTES + len(self.text) + sum(len(key) + len(value) for key, value in self.fields.items())
 
 
+class Listeners(Generic[*Arguments]):
+    """Functions that are called one after the other. An error of one reaches neither the caller nor the others."""
+
+    def __init__(self, report: Callable[[str], object]) -> None:
+        """``report`` gets a text about the first error of each listener; it may call the listeners again."""
+        self._report = report
+        self._changing = threading.Lock()
+        self._listeners: dict[object, Callable[[*Arguments], object]] = {}
+        self._failed: set[object] = set()
+
+    def add(self, listener: Callable[[*Arguments], object]) -> Callable[[], None]:
+        """Adds a function, which may be added twice. Returns a function that removes it once."""
+        key = object()
+        with self._changing:
+            self._listeners[key] = listener
+
+        def remove() -> None:
+            with self._changing:
+                self._listeners.pop(key, None)
+                self._failed.discard(key)
+
+        return remove
+
+    def call(self, *arguments: *Arguments) -> None:
+        with self._changing:
+            listeners = list(self._listeners.items())
+        for key, listener in listeners:
+            try:
+                listener(*arguments)
+            except Exception as error:
+                with self._changing:
+                    again = key in self._failed
+                    self._failed.add(key)
+                if not again:
+                    log.exception("a listener failed; it is called again with the next event")
+                    self._report(f"{_name(listener)} failed: {type(error).__name__}: {error}")
+
+
+def _name(listener: object) -> str:
+    return str(getattr(listener, "__qualname__", "") or type(listener).__qualname__)
+
+
 class EventLog:
     """A bounded, thread-safe list of events that readers can wait on and subscribe to."""
 
@@ -55,11 +104,12 @@ class EventLog:
         pinned: Collection[str] = (),
         max_bytes: int = 0,
         max_log_bytes: int = MAX_LOG_BYTES,
+        on_listener_error: Callable[[str], object] = lambda _: None,
     ) -> None:
         """``capacity`` and ``max_log_bytes``: limits of the log. ``max_bytes``: limit of one text or field; 0: none.
 
         Events of ``pinned`` kinds outlive the others: of those that were dropped, the first and the last are kept, at
-        most ``MAX_PINNED``.
+        most ``MAX_PINNED``. ``on_listener_error``: see ``Listeners``; it may publish here.
         """
         self._max_bytes = max_bytes
         self._capacity, self._max_log_bytes = capacity, max_log_bytes
@@ -69,7 +119,7 @@ class EventLog:
         self._pinned_kinds, self._pinned = frozenset(pinned), list[Event]()
         self._last = 0
         self._changed = threading.Condition()
-        self._listeners: dict[object, Callable[[Event], None]] = {}
+        self._listeners = Listeners[Event](on_listener_error)
 
     def publish(self, kind: str, text: str, **fields: object) -> Event:
         """Add an event and notify readers. Its texts are made printable for terminals and protobuf."""
@@ -83,9 +133,7 @@ class EventLog:
             while len(self._events) > self._capacity or (self._size > self._max_log_bytes and len(self._events) > 1):
                 self._drop_oldest()
             self._changed.notify_all()
-            listeners = list(self._listeners.values())
-        for listener in listeners:
-            listener(event)
+        self._listeners.call(event)
         return event
 
     def _drop_oldest(self) -> None:
@@ -120,15 +168,7 @@ class EventLog:
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Call ``listener`` with every new event, on the publishing thread; returns a function that unsubscribes."""
-        key = object()  # the same listener may subscribe twice and unsubscribe once
-        with self._changed:
-            self._listeners[key] = listener
-
-        def unsubscribe() -> None:
-            with self._changed:
-                self._listeners.pop(key, None)
-
-        return unsubscribe
+        return self._listeners.add(listener)
 
     def wait_for(self, match: Callable[[Event], bool], timeout: float) -> Event | None:
         """The first stored event that matches. Waits up to ``timeout`` seconds for one; None after that."""

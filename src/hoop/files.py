@@ -15,13 +15,14 @@ import os
 import re
 import secrets
 import stat
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
+from hoop.errors import FailedPrecondition, FileGone, HoopError, ResourceExhausted
 from hoop.texts import printable
 
 _NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -29,6 +30,8 @@ _PARTIAL_SUFFIX = ".part"
 _NAME_CHARACTERS = 80
 """Number of characters of a file's name that its temporary file has too."""
 _OWNER_BYTES = 512
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+"""Errors of a file system without locks."""
 BEFORE_WRITE_HOOKS: list[Callable[[Path], None]] = []
 """Functions that are called with the path before a file is written. A hook may raise: fault injection makes disks fail
 with it."""
@@ -136,6 +139,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _is_at(status: os.stat_result, path: Path) -> bool:
+    """Whether this is the file or folder that has the path."""
+    try:
+        return os.path.samestat(status, os.stat(path))
+    except OSError:
+        return False
+
+
 class Appender:
     """A file that grows by whole records. Nothing is buffered, so a killed process loses no record."""
 
@@ -150,8 +161,14 @@ class Appender:
             raise _write_error(self.path, error) from error
 
     def append(self, record: bytes) -> None:
-        """Append a record; on an error truncate the file to its old size and raise."""
-        old_size = os.fstat(self._descriptor).st_size
+        """Append a record; on an error truncate the file to its old size and raise.
+
+        Raises ``FileGone`` if the file is not at its path any more: what is written to it then is lost.
+        """
+        status = os.fstat(self._descriptor)
+        if not _is_at(status, self.path):
+            raise FileGone(f"{self.path}: it was deleted, moved or replaced while it was being written")
+        old_size = status.st_size
         try:
             written = os.write(self._descriptor, record)
             if written < len(record):  # a short write to a disk means that it is full
@@ -181,19 +198,24 @@ class Appender:
 
 
 class FileLock:
-    """The right to write ``path``, of one process at a time: a lock on the file ``path.lock``, which names the process.
+    """The right to write ``path``, of one process at a time: a lock on a file that names the process.
 
-    The kernel releases the lock when the process ends, however it ends; a lock file that a killed process left is used
-    again.
+    That is ``path.lock``, or ``.lock`` in ``path`` if it is a folder. The kernel releases the lock when the process
+    ends, however it ends; a lock file that a killed process left is used again. Forked children do not have the lock.
     """
 
-    def __init__(self, path: Path, remedy: str) -> None:
-        """Take the lock. FailedPrecondition names the process that has it, then says the ``remedy``."""
-        self.path = path.with_name(f"{path.name}.lock")
+    def __init__(self, path: Path, remedy: str, required: bool = True) -> None:
+        """Take the lock. FailedPrecondition names the process that has it, then says the ``remedy``.
+
+        Without ``required`` a file system that has no locks is no error: see ``exclusive``.
+        """
+        self.path = path / ".lock" if path.is_dir() else path.with_name(f"{path.name}.lock")
+        self.exclusive = True
+        """False on a file system that has no locks."""
         self._process, self._descriptor = os.getpid(), -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = self._locked_file()
+            self._descriptor = self._locked_file(required)
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"process {self._process} on {os.uname().nodename}".encode())
         except BlockingIOError:
@@ -201,8 +223,14 @@ class FileLock:
         except OSError as error:
             self.release()
             raise _write_error(self.path, error) from error
+        _held.add(self)
 
-    def _locked_file(self) -> int:
+    @property
+    def held(self) -> bool:
+        """Whether the lock file is still there: nobody has deleted or replaced it, or its folder."""
+        return self._descriptor >= 0 and _is_at(os.fstat(self._descriptor), self.path)
+
+    def _locked_file(self, required: bool) -> int:
         while True:
             # Follows no link, and opens a named pipe without waiting for its other end.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -210,7 +238,12 @@ class FileLock:
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise OSError(errno.EINVAL, "not a file")
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if required or error.errno not in _NO_LOCKS:
+                        raise
+                    self.exclusive = False
                 if os.path.samestat(os.fstat(descriptor), os.stat(self.path, follow_symlinks=False)):
                     return descriptor
             except FileNotFoundError:
@@ -232,10 +265,24 @@ class FileLock:
         if self._descriptor < 0:
             return
         if os.getpid() == self._process:
-            _discard(self.path)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            if self.held:  # else it is another process's
+                _discard(self.path)
+            if self.exclusive:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = -1
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """A child that outlives this process would keep its locks."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _discard(path: Path) -> None:

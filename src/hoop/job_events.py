@@ -279,6 +279,27 @@ class Damaged(JobEvent):
 
 
 @dataclass(frozen=True)
+class Hung(JobEvent):
+    """A device makes no progress and waits for nobody. It is replaced if others can go on without it."""
+
+    kind = "hung"
+    device: int
+    step: int
+    seconds: float
+    """Seconds without progress."""
+    limit_s: float
+    """Seconds without progress after which it is replaced."""
+    text: str
+    """Function, file and line in which it is, and its stack."""
+    generation: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the limit is over; before that the event is a warning."""
+        return self.seconds >= self.limit_s
+
+
+@dataclass(frozen=True)
 class Ended(JobEvent):
     """The task came to the end of the training. Last event of a task."""
 

@@ -37,16 +37,28 @@ def parse_levels(text: str) -> dict[str, int]:
     return levels
 
 
+class _StandardError(logging.Handler):
+    """Writes to what is standard error now: a command replaces it as it starts (``standard_streams``)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.write(self.format(record) + "\n")
+        except Exception:
+            self.handleError(record)
+
+
 def configure(text: str) -> None:
     """Sends the rooms' log records to standard error; an unreadable ``text`` is reported there and changes nothing."""
     try:
         levels = parse_levels(text)
     except ValueError as error:
-        sys.stderr.write(f"hoop: {error}\n")
+        if sys.stderr is not None:
+            sys.stderr.write(f"hoop: {error}\n")
         return
     root = logging.getLogger("hoop")
     if not root.handlers:
-        handler = logging.StreamHandler()
+        handler = _StandardError()
         handler.setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
         root.addHandler(handler)
     root.setLevel(levels.pop("", logging.WARNING))

@@ -64,6 +64,16 @@ LEADER = Footprint(64 * MIB, tasks=40, descriptors=64)
 """Footprint of the coordinator and the process that follows the job, together."""
 
 
+LEAST_GROWING = 32 * MIB
+"""Least number of bytes for an arena that grows with what its job needs."""
+USUAL_ARENA = 256 * MIB
+"""Such an arena is in /dev/shm if that has this many bytes for each device, else in the temporary directory."""
+MAX_GROWING = 1 << 40
+"""Most bytes of such an arena where the machine's memory is not known."""
+ADDRESS_SHARE = 4
+"""An arena may take a quarter of the address space that a process has for the arenas of all devices."""
+
+
 @dataclass(frozen=True)
 class Request:
     """Devices to be started on this machine."""
@@ -132,6 +142,25 @@ def largest_number(request: Request) -> int:
     """How many of the devices fit on this machine now; 0: not even one."""
     resources = measure_resources(request.folder)
     return _largest(request.devices, lambda count: _fits(replace(request, devices=count), resources))
+
+
+def largest_arena(devices: int, footprint: Footprint = FORKED) -> int:
+    """Bytes of memory that each of these devices can have on this machine now; ``LEAST_GROWING`` at least.
+
+    In /dev/shm, if that is large enough for most jobs; else in the temporary directory.
+    """
+    return _largest_arena(devices, footprint, measure_resources(), _address_space_limit())
+
+
+def _largest_arena(devices: int, footprint: Footprint, resources: Resources, address_space: int | None) -> int:
+    limits = [limit for limit in (resources.memory, address_space) if limit is not None]
+    if resources.shared_memory is not None and resources.shared_memory // devices >= USUAL_ARENA:
+        limits.append(resources.shared_memory)
+    elif resources.disk is not None:
+        limits.append(resources.disk)
+    most = min(limits, default=MAX_GROWING) // devices // MIB
+    fitting = _largest(most, lambda mib: _fits(Request(devices, mib * MIB, footprint), resources))
+    return max(fitting * MIB, LEAST_GROWING)
 
 
 def admit(request: Request) -> None:
@@ -366,6 +395,16 @@ def _user_tasks_left() -> int | None:
             if process.stat().st_uid == os.getuid():
                 used += _fields(process / "status").get("Threads", 0)
     return limit - used
+
+
+def _address_space_limit() -> int | None:
+    """Bytes of address space that arenas may take in a process, which maps those of all devices (ulimit -v)."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit // ADDRESS_SHARE
 
 
 def _hard_descriptor_limit() -> int | None:

@@ -6,9 +6,11 @@ How SIGTERM makes a device leave a job: ``cli/device.py``, then ``servers/drains
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _TERMINATING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -20,6 +22,24 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(number: signal.Signals) -> None:
     """Sends this process the signal ``number`` when the thread that forked it ends. On Linux."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def dying_with_parent(command: Sequence[str], number: signal.Signals) -> list[str]:
+    """A command that on Linux gets the signal ``number`` when this process dies.
+
+    The command begins as another one that arranges that: ``preexec_fn`` would run Python in a fork of this process,
+    which may have threads.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    program = (
+        "import ctypes, os, sys\n"
+        f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(number)})\n"  # exec keeps it
+        "if os.getppid() != int(sys.argv[1]): sys.exit(143)\n"
+        "try: os.execvp(sys.argv[2], sys.argv[2:])\n"
+        "except OSError as error: sys.exit(f'{sys.argv[2]}: {error.strerror}')\n"
+    )
+    return [sys.executable, "-I", "-S", "-c", program, str(os.getpid()), *command]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Sanitizing of untrusted text and JSON.
+"""Sanitizing of untrusted text and JSON, and numbers of things in words.
 
 Names, errors, file names and JSON from another process, a user or a file may hold anything: half of a surrogate pair,
 which protobuf cannot encode; escape characters, which a terminal executes; a megabyte of text; JSON nested too deep to
@@ -31,6 +31,13 @@ def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
     kept = max(0, max_bytes - len(ellipsis))
     head, tail = data[: kept - kept // 2], data[len(data) - kept // 2 :]
     return f"{head.decode(errors='ignore')}{ellipsis}{tail.decode(errors='ignore')}"[:max_bytes]
+
+
+def counted(count: int, thing: str) -> str:
+    """``1 device``, ``1,024 devices``, ``2 recoveries``: a number of things in words. ``thing``: a regular noun."""
+    if count == 1:
+        return f"1 {thing}"
+    return f"{count:,} {thing[:-1]}ies" if thing.endswith("ry") else f"{count:,} {thing}s"
 
 
 def _escape(one: str) -> str:

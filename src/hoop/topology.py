@@ -179,6 +179,8 @@ class DeviceInfo:
     """Name of the GPU that has the memory from ``min_address`` on; empty: it is host memory."""
     processor: str = ""
     """Type of the device's processor; empty: unknown."""
+    process: str = ""
+    """Identity of the device's process (``host_processes.own_process``); empty: unknown."""
 
     @property
     def versions(self) -> dict[str, str]:

@@ -19,7 +19,8 @@ from hoop.errors import InvalidArgument, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.auth_handshake import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.base import Endpoint
-from hoop.transport.registry import key_of_environment, open_transport
+from hoop.transport.link_key import key_of_environment
+from hoop.transport.registry import open_transport
 from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_listener import ABSTRACT, ShmTransport, pack_offer, socket_name
 from hoop.transport.tcp_listener import TcpTransport
@@ -213,6 +214,23 @@ def test_a_tcp_listener_survives_arbitrary_bytes(key: bytes) -> None:
         if key:  # without a key, any HELLO that claims rank 0 is accepted
             send_and_flush(ends[0], 1, b"still here")
             assert receive(ends[1], 0, 10) == b"still here"
+
+
+@pytest.mark.parametrize("kind", [FrameKind.HELLO, FrameKind.LANE, FrameKind.ASK, FrameKind.MISMATCH])
+@pytest.mark.parametrize("number", [2**32, 2**64 - 1])
+def test_a_rank_beyond_32_bits_does_not_end_the_listener(kind: FrameKind, number: int) -> None:
+    lane = int(kind == FrameKind.LANE)
+    first = FrameHeader(kind, COMMUNICATOR, 1, source=0, sequence=number, length=0, lane=lane)
+    with TcpTransport(HERE) as left, TcpTransport(HERE) as right:
+        peers = [left.address, right.address]
+        with socket.create_connection((right.address.host, right.address.port), LONG_S) as sock:
+            sock.sendall(first.pack())
+            assert b"a first frame for rank" in sock.recv(4096)
+        ends = [one.endpoint(COMMUNICATOR, 1, rank, peers) for rank, one in enumerate((left, right))]
+        send_and_flush(ends[0], 1, b"still here")
+        assert receive(ends[1], 0, 10) == b"still here"
+        for end in ends:
+            end.close()
 
 
 def test_a_shared_memory_listener_survives_arbitrary_bytes_and_descriptors() -> None:

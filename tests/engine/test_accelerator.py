@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked_ranks import LONG_S, checkpoint, tensors_in, train
 from gloo_group import open_gloo_group
+from gpus import has_gpu
 from short_jobs import JOBS, alone
 from small_jobs import settings
 from torch import Tensor
@@ -151,7 +152,7 @@ def test_a_checkpoint_is_read_while_later_steps_are_computed(
     assert found == expected
 
 
-@pytest.mark.skipif(bool(torch.cuda.device_count()), reason="there is a GPU")
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
     with pytest.raises(AssertionError, match="accelerator: cuda was asked for, and rank 0, 1 of 2 has none: "):
         train("shm", 2, settings("data", accelerator="cuda"), JOBS["tiny"])

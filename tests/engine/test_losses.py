@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from hoop.data.dataset import Splits
 from hoop.data.sampler import SampleOrder
-from hoop.data.tensors import TensorData
+from hoop.data.tensors import MapData, TensorData
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
 
@@ -50,9 +51,36 @@ def small(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Sequential(nn.Linear(16, 8), nn.Tanh()), nn.Linear(8, 3))
 
 
+def zero_head(seed: int) -> nn.Module:
+    """A model whose samples all have the same loss at first."""
+    model = flat(seed)
+    last = [one for one in model.modules() if isinstance(one, nn.Linear)][-1]
+    nn.init.zeros_(last.weight), nn.init.zeros_(last.bias)
+    return model
+
+
+@lru_cache(maxsize=1)
+def partly_ignored() -> Splits:
+    """MNIST with every third target ignored, at least one of them in each shard."""
+    ignored = []
+    for data in (mnist().train, mnist().test):
+        inputs, targets = data.batch(np.arange(len(data)), epoch=0, seed=0)
+        ignored.append(TensorData(inputs, torch.where(torch.arange(len(targets)) % 3 == 0, -100, targets)))
+    return Splits(*ignored)
+
+
 def job_with(name: str, loss: Any, **more: Any) -> Job:
-    model = {"classes": flat, "logs": flat_logs, "numbers": small}[name]
-    return Job(model, regression if name == "numbers" else mnist, loss, **more)
+    model = {"logs": flat_logs, "numbers": small, "zero head": zero_head}.get(name, flat)
+    data = {"numbers": regression, "ignored": partly_ignored}.get(name, mnist)
+    return Job(model, data, loss, **more)
+
+
+WEIGHTS = torch.linspace(0.5, 2, 10)
+
+
+def of_model(net: Any, batch: Any) -> Tensor:
+    """A loss of the model and a batch, whose parameters have names of their own."""
+    return F.cross_entropy(net(batch[0]), batch[1])
 
 
 LOSSES: dict[str, tuple[str, Loss, float]] = {
@@ -60,7 +88,15 @@ LOSSES: dict[str, tuple[str, Loss, float]] = {
     "sum": ("classes", nn.CrossEntropyLoss(reduction="sum"), 0.002),
     "none": ("classes", nn.CrossEntropyLoss(reduction="none"), 0.1),
     "functional": ("classes", F.cross_entropy, 0.1),
-    "lambda": ("classes", lambda outputs, targets: F.cross_entropy(outputs, targets).sqrt().square(), 0.1),
+    "lambda": ("classes", lambda outputs, targets: F.cross_entropy(outputs, targets), 0.1),
+    "a lambda of two parameters": ("classes", lambda m, b: of_model(m, b), 0.1),
+    "class weights": ("classes", nn.CrossEntropyLoss(weight=WEIGHTS), 0.1),
+    "class weights, a partial": ("zero head", partial(F.cross_entropy, weight=WEIGHTS), 0.1),
+    "class weights, a lambda": ("zero head", lambda outputs, targets: F.cross_entropy(outputs, targets, WEIGHTS), 0.1),
+    "ignored targets": ("ignored", nn.CrossEntropyLoss(), 0.1),
+    "ignored targets, smoothed": ("ignored", nn.CrossEntropyLoss(label_smoothing=0.1), 0.1),
+    "ignored targets, a lambda": ("ignored", lambda outputs, targets: F.cross_entropy(outputs, targets), 0.1),
+    "ignored targets of a model": ("ignored", of_model, 0.1),
     "label smoothing": ("classes", nn.CrossEntropyLoss(label_smoothing=0.1), 0.1),
     "class weights, a value a sample": (
         "classes",
@@ -102,15 +138,22 @@ def train_plain(job: Job, rate: float) -> tuple[nn.Module, list[float], float]:
         for step in range(STEPS):
             inputs, targets = job.data().train.batch(order.indices(epoch, step, BATCH), epoch=0, seed=0)
             optimizer.zero_grad()
-            value = loss(model(inputs), targets).mean()  # the mean of a scalar is the scalar
+            value = call_plain(loss, model, inputs, targets).mean()  # the mean of a scalar is the scalar
             value.backward()
             optimizer.step()
             losses.append(value.item())
     test = job.data().test
     assert isinstance(test, TensorData)
     with torch.no_grad():
-        test_loss = float(loss(model(test.inputs), test.targets).mean())
+        test_loss = float(call_plain(loss, model, test.inputs, test.targets).mean())
     return model, losses, test_loss
+
+
+def call_plain(loss: Any, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of the outputs and the targets, or, of the losses that call the model, of the model and the batch."""
+    of_batch = loss is of_model or loss is LOSSES["a lambda of two parameters"][1]
+    found: Tensor = loss(model, (inputs, targets)) if of_batch else loss(model(inputs), targets)
+    return found
 
 
 def train_hoop(job: Job, rate: float, size: int, strategy: str = "data", **changes: Any) -> list[Outcome]:
@@ -202,30 +245,34 @@ def test_a_test_set_of_several_chunks_has_the_loss_of_all_its_samples() -> None:
         assert reported_losses(outcomes)[1][-1] == pytest.approx(test_loss, rel=1e-5)
 
 
-def test_an_ignored_target_is_refused_in_its_step() -> None:
-    """It is in one sample of all, which no trial call sees: the mean of its shard is not over all of its samples."""
-    train_data = mnist().train
-    assert isinstance(train_data, TensorData)
-    targets = train_data.targets.clone()
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda outputs, targets: F.cross_entropy(outputs, targets)])
+def test_an_ignored_target_that_was_not_seen_is_refused_in_its_step(loss: Any) -> None:
+    """It is in one sample of a dataset that loads them one by one: the mean of its shard is over fewer."""
+    inputs, targets = mnist().train.batch(np.arange(SAMPLES), epoch=0, seed=0)
     targets[100] = -100
-    data = Splits(TensorData(train_data.inputs, targets), mnist().test)
-    with pytest.raises(AssertionError, match="neither the mean nor the sum over its samples"):
-        train_hoop(Job(flat, lambda: data, nn.CrossEntropyLoss()), 0.1, 1)
+    data = MapData(list(zip(inputs, targets, strict=True)))
+    with pytest.raises(
+        AssertionError, match=r"which none of the samples that were tried .* had; .* return \(sum, count\)"
+    ):
+        train_hoop(Job(flat, lambda: Splits(data, mnist().test), loss), 0.1, 1)
     sum_loss = nn.CrossEntropyLoss(reduction="sum")
-    assert train_hoop(Job(flat, lambda: data, sum_loss), 0.001, 1)[0].account["done"] == EPOCHS * STEPS
+    job = Job(flat, lambda: Splits(data, mnist().test), sum_loss)
+    assert train_hoop(job, 0.001, 1)[0].account["done"] == EPOCHS * STEPS
 
 
-@pytest.mark.parametrize("batch", [BATCH, SHARDS])
-def test_a_class_with_another_weight_is_refused_in_its_step(batch: int) -> None:
+def test_a_mean_that_is_stated_and_is_not_over_the_samples_is_refused_in_its_step() -> None:
     """The class is rare, and a lambda hides the weights; also in shards of one sample."""
-    inputs = torch.randn(SAMPLES, 6)
-    targets = torch.zeros(SAMPLES, dtype=torch.int64)
-    targets[100] = 1
-    weights = torch.tensor([1.0, 50.0, 1.0])
-    data = TensorData(inputs, targets)
-    job = Job(small, lambda: Splits(data, data), lambda outputs, labels: F.cross_entropy(outputs, labels, weights))
-    with pytest.raises(AssertionError, match="neither the mean nor the sum over its samples"):
-        train_hoop(job, 0.1, 1, batch_size=batch)
+    weights = torch.linspace(1, 2, 10)
+    job = Job(flat, mnist, lambda outputs, labels: F.cross_entropy(outputs, labels, weights), reduction="mean")
+    with pytest.raises(AssertionError, match="reduction: 'mean' is stated, the mean over the samples, and"):
+        train_hoop(job, 0.1, 1)
+
+
+def test_hoops_cross_entropy_refuses_ignored_targets() -> None:
+    with pytest.raises(
+        AssertionError, match=r"some are -100, which PyTorch ignores; give loss=torch.nn.CrossEntropyLoss"
+    ):
+        train_hoop(job_with("ignored", "cross_entropy"), 0.1, 1)
 
 
 def test_a_custom_loss_emits_no_warning() -> None:

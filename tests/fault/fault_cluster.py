@@ -48,11 +48,17 @@ def undisturbed(*options: str) -> dict[str, Any]:
     return {**json.loads(run.stdout), "out": folder}
 
 
+LEASE = "1.5s"
+"""As between hosts: a device that is stopped is dead after it."""
+
+
 class ClusterProcesses:
     """A coordinator with a journal, its devices and the clients that train on them, each in its own process."""
 
-    def __init__(self, folder: Path, cleanup: ExitStack, devices: int) -> None:
-        self.folder, self._cleanup = folder, cleanup
+    def __init__(self, folder: Path, cleanup: ExitStack, devices: int, piped: bool = False) -> None:
+        """``piped``: the standard error of each process is a pipe to this one; see ``break_outputs``."""
+        self.folder, self._cleanup, self._piped = folder, cleanup, piped
+        self._started: list[subprocess.Popen[str]] = []
         self.coordinator = self.start_coordinator("--port", "0")
         self.devices = [self.start_device("--id", str(number)) for number in range(1, devices + 1)]
         self.cluster = cleanup.enter_context(hoop.connect(self.address, connect_timeout=TIMEOUT_S))
@@ -65,13 +71,21 @@ class ClusterProcesses:
                 text=True,
                 env=ENV,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=subprocess.PIPE if self._piped else errors,
             )
         self._cleanup.callback(self.terminate, process)
+        self._started.append(process)
         return process
 
+    def break_outputs(self) -> None:
+        """Closes the reading ends of standard output and error of all processes so far."""
+        for process in self._started:
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
     def start_coordinator(self, *options: str) -> subprocess.Popen[str]:
-        process = self.start("coordinator", "--journal", str(self.folder / "journal"), *options)
+        process = self.start("coordinator", "--journal", str(self.folder / "journal"), "--lease", LEASE, *options)
         assert process.stdout is not None
         self.address = process.stdout.readline().split()[-1]
         return process
@@ -97,9 +111,9 @@ class ClusterProcesses:
 
 
 @contextmanager
-def running_cluster(devices: int, folder: Path) -> Iterator[ClusterProcesses]:
+def running_cluster(devices: int, folder: Path, piped: bool = False) -> Iterator[ClusterProcesses]:
     with ExitStack() as cleanup:
-        yield ClusterProcesses(folder, cleanup, devices)
+        yield ClusterProcesses(folder, cleanup, devices, piped)
 
 
 def wait_for_job(cluster: Cluster, kind: str = "job_started") -> int:

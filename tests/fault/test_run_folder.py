@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import select
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import preloaded
 import pytest
+from fault_cluster import JOB as MNIST
+from fault_cluster import LARGE_SLOWDOWN, running_cluster, wait_for_job, wait_for_step
 from reported_rows import check_run
 from typer.testing import CliRunner
 
@@ -113,6 +118,9 @@ def test_an_error_of_a_gpu_ends_its_device_and_the_others_go_on(devices: int, tm
     if devices == 1:
         assert (run.returncode, printed) == (2, "")
         assert text in errors
+        assert "at once, 6 times the size of the model" in errors
+        assert "Use fewer shards (--set shards=3), a smaller --batch-size" in errors
+        assert "your code failed" not in errors
         return
     assert run.returncode == 0, errors
     assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
@@ -208,6 +216,94 @@ def test_a_run_whose_head_was_killed_resumes_from_the_checkpoint_before_the_dama
     assert "line 3: the chain is broken" in invoked.stdout
 
 
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    """A second run, or one that resumes it, is refused; a run that was killed leaves no lock."""
+    out, endless, writer = tmp_path / "run", ("--set", "max_steps=1000000"), 0
+    for interrupt in (signal.SIGTERM, signal.SIGKILL):
+        with training(out, *(("--resume",) if out.exists() else ("-n", 1)), *endless) as run:
+            wait_until(partial(has_checkpoint_beside, out, listed(out)), run)
+            with training(out, "--resume", *endless) as second:
+                _, errors = second.communicate(timeout=TIMEOUT_S)
+            assert second.returncode == 2, errors
+            owner = re.search(r"process (\d+) on \S+ has it open; wait until that run has ended", errors)
+            assert owner is not None, errors
+            writer = int(owner[1])
+            assert f" {run.pid} " in f" {_parents(writer)} ", "it is not of the run"
+            run.send_signal(interrupt)
+            run.communicate(timeout=TIMEOUT_S)
+    wait_until_gone(writer)
+    limit = step_of(listed(out)[0]) + 10
+    with training(out, "--resume", "--set", f"max_steps={limit}") as run:
+        result = result_of(run)
+    assert not (out / ".lock").exists()
+    assert result["lost_files"] == []
+    assert result["weights_sha256"] == undisturbed("--set", f"max_steps={limit}")
+    check_run(out, limit)
+
+
+def has_checkpoint_beside(out: Path, known: list[Path]) -> bool:
+    return listed(out)[:1] != known[:1]
+
+
+def _parents(pid: int) -> str:
+    """This process and those above it."""
+    found = []
+    while pid > 1:
+        found.append(str(pid))
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return " ".join(found)
+
+
+def wait_until_gone(pid: int) -> None:
+    """The process that writes a folder ends by itself when the command was killed."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        assert select.select([descriptor], [], [], TIMEOUT_S)[0], f"process {pid} is still there"
+        os.close(descriptor)
+
+
+def test_of_two_runs_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    out, limit = tmp_path / "run", ("-n", 1, "--set", "max_steps=60")
+    with training(out, *limit) as first, training(out, *limit) as second:
+        ends = [(*run.communicate(timeout=TIMEOUT_S), run.returncode) for run in (first, second)]
+    (won,), (refused,) = ([one for one in ends if one[2] == code] for code in (0, 2))
+    assert re.search("has it open|holds a run|another run has written", refused[1]), refused
+    assert json.loads(won[0])["steps"] == 60
+    check_run(out, 60)
+
+
+def test_attach_does_not_write_into_the_folder_of_a_running_client(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running_cluster(1, tmp_path) as processes:
+        there = ("--coordinator", processes.address)
+        run = processes.start("train", *MNIST, *LARGE_SLOWDOWN, *there, "--out", str(out))
+        wait_for_step(processes.cluster, wait_for_job(processes.cluster), 2)
+        with preloaded.Popen(command("attach", *there, "--out", out), text=True, stderr=subprocess.PIPE) as second:
+            _, errors = second.communicate(timeout=TIMEOUT_S)
+        assert second.returncode == 2
+        assert f"process {run.pid} on " in errors
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=TIMEOUT_S)
+    assert audit(out).holds
+
+
+@pytest.mark.parametrize("what", ["folder", NAME])
+def test_a_folder_that_is_deleted_in_mid_run_is_noticed(tmp_path: Path, what: str) -> None:
+    """Training goes on, the weights are kept, and the exit code says that the record is not."""
+    out = tmp_path / "run"
+    with training(out, "-n", 1, "--set", "max_steps=400", "--set", "slowdown=[5]") as run:
+        wait_until(lambda: listed(out), run)
+        os.rename(out if what == "folder" else out / what, tmp_path / "gone")
+        printed, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 2, errors
+    result = json.loads(printed)
+    assert NAME in result["lost_files"]
+    assert Path(result["checkpoint"]) == listed(out)[0]
+    assert step_of(listed(out)[0]) == 400
+    assert errors.count(f"warning: {out / NAME}: it was deleted, moved or replaced while it was being written") == 1
+    assert f"the trained weights are kept in {result['checkpoint']}, and the record of the run is not whole" in errors
+
+
 SMALL_DISK = 'mount -t tmpfs -o size=100k hoop "$1" || exit 77; shift; "$@"; code=$?; cp -r "$OUT" "$COPY"; exit $code'
 
 
@@ -234,6 +330,7 @@ def test_a_full_disk_does_not_end_the_training_and_the_saved_checkpoints_are_val
     assert json.loads(completed.stdout)["checkpoint"] is None
     assert "No space left on device" in completed.stderr
     assert f"the trained weights are not kept in {out}" in completed.stderr
+    assert "kept in" not in completed.stdout
     audited = audit(copy)
     assert audited.violation is None
     assert audited.checkpoints

@@ -25,12 +25,15 @@ ROOT_MODULES = {
     "topology",
     "events",
     "files",
+    "host_processes",
     "job_events",
     "logs",
     "texts",
+    "user_frames",
     "torch_versions",
     "resources",
     "signals",
+    "standard_streams",
 }
 """Modules directly in ``hoop``: values that all rooms share; they import only the standard library."""
 
@@ -55,7 +58,7 @@ TABLE = """
     simulate        root membership plan strategies collectives
     dashboard       root wire client plan strategies
     report          root plan
-    launch          root memory wire membership servers
+    launch          root memory wire transport membership servers
     runs            root memory native wire membership client schedulers servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
     horovod         root schedulers launch torch_backend

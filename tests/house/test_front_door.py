@@ -126,3 +126,8 @@ def test_a_missing_name_is_reported() -> None:
     module = module_with(documented=documented)
     del module.documented
     assert complaints(module, ["documented"]) == ["documented is in __all__ and cannot be imported"]
+
+
+def test_completion_shows_the_public_names_and_no_others() -> None:
+    assert [name for name in dir(hoop) if not name.startswith("__")] == PUBLIC
+    assert hoop.__version__

@@ -1,4 +1,4 @@
-"""Nothing in Hoop executes received or stored bytes: no pickle, no eval, no unsafe loader."""
+"""Nothing in Hoop executes bytes that others can send or store: no pickle, no eval, no unsafe loader."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+ALLOWED = {
+    "hoop/runs/by_value.py": "objects of hoop.train, for processes that it starts itself: over a socket pair, or Ray's",
+}
+"""Modules that may load code, each with the reason why nobody else can give them bytes."""
 CALLS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 CANDIDATE = re.compile(rf"\b(?:{'|'.join(sorted(MODULES))})\b|(?<![.\w])(?:{'|'.join(sorted(CALLS))})\b|\.\s*load\b")
@@ -39,7 +43,7 @@ def test_no_module_loads_code() -> None:
     found = [
         f"{path}:{line}: {name}"
         for path, text in texts
-        if CANDIDATE.search(text)
+        if CANDIDATE.search(text) and path.relative_to(SRC).as_posix() not in ALLOWED
         for line, name in code_loaders(ast.parse(text))
     ]
     assert found == []

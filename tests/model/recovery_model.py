@@ -11,6 +11,10 @@ Raises ``Violation`` if an invariant does not hold:
 
     one history     ranks of a generation do the same step; state comes from a rank that holds it
     no false loss   a job ends as lost only if no memory and no arena holds every piece of any step
+    no false death  a device that lives, and that nothing has silenced for a lease, is not declared dead, however slow
+                    it, others and the coordinator are
+    the product     a job ends with success only if all parts of its final state are known; it ends so if the training
+                    reached its end and every part is in the memory of a device that lives
     progress        the job ends within ``BOUND_S`` after the last fault
 """
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -36,8 +41,10 @@ from hoop.membership.state import State
 from hoop.membership.state_machine import step
 from hoop.plan.plan import split_evenly
 from hoop.topology import Address, DeviceInfo
+from hoop.wire.channels import LOCAL_LEASE_S
 
 CONFIG = DetectorConfig(heartbeat_s=0.5, lease_s=1.5, isolation_s=60.0)
+ONE_HOST = replace(CONFIG, lease_s=LOCAL_LEASE_S)
 JOB = 1
 STEPS = 6
 STEP_S = 0.3
@@ -45,6 +52,7 @@ PIECES = 5
 PARTITIONED = {f"p{n}": 1 for n in range(PIECES)}
 UNPARTITIONED = {WHOLE.name: 1}
 CALL_S = 5.0
+HANG_S = 4.0
 GRACE_S = 60.0
 BOUND_S = 300.0
 """Longest time from the last fault to the end of the job: several grace periods, and backoff."""
@@ -60,7 +68,8 @@ class Fault:
 
     at: float
     kind: str
-    """kill, pause, cut, deaf, mute, coordinator_kill, coordinator_pause, coordinator_cut, link, slow, leave, join"""
+    """kill, pause, hang, starve, hold, cut, deaf, mute, link, slow, leave, join, coordinator_kill, coordinator_pause,
+    coordinator_starve, coordinator_cut"""
     device: int = 0
     peer: int = 0
     seconds: float = 1.0
@@ -82,6 +91,23 @@ class Setup:
     """If partitioned: pipelines of a hybrid, as long as they divide the members, else one."""
     loading_s: float = 0.0
     """If partitioned: how long the first ranks load the job, at most. They have no state before all have loaded it."""
+    one_host: bool = False
+    """Whether the coordinator sees the devices' processes: those that have ended, and those that run."""
+
+    @property
+    def config(self) -> DetectorConfig:
+        return ONE_HOST if self.one_host else CONFIG
+
+    def can_be_silenced(self, number: int) -> bool:
+        """Whether a fault keeps the coordinator from a device for a lease or longer: it may be declared dead."""
+        if self.one_host:
+            return False  # no fault lasts for a lease
+        own = {"pause", "starve", "cut", "link", "mute", "deaf"}
+        if any(
+            fault.kind == "coordinator_cut" or (fault.kind in own and number == fault.device) for fault in self.faults
+        ):
+            return True
+        return self.max_delay_s >= 1.0  # two heartbeats may be a lease apart
 
     @property
     def whole(self) -> dict[str, int]:
@@ -124,6 +150,8 @@ class Device:
         self.run, self.number = run, number
         self.incarnation = f"{number}.{next(run.numbers)}"
         self.alive, self.paused, self.member = True, False, False
+        self.starved = False
+        """Paused because it waits for a core: its host's kernel says that it runs."""
         self.deferred: list[Callable[[], None]] = []
         """Actions deferred while the process is paused."""
         self.arena = arena or {}
@@ -140,6 +168,12 @@ class Device:
         self.live: dict[int, set[SliceSpec]] = {}
         """Pieces by step that it can provide to other ranks."""
         self.leaving = False
+        self.hangs = False
+        """Its next computation makes no progress, and its thread reacts to nothing."""
+        self.stuck: Callable[[], None] | None = None
+        """What its thread goes on with when it does not hang any more; None: it does not hang."""
+        self.final_part: tuple[int, int] | None = None
+        """Turn and number of parts of the final state of which it has one, when the ranks have agreed on the end."""
 
     # ---- the process
 
@@ -154,8 +188,16 @@ class Device:
         elif self.alive:
             action()
 
+    def starve(self, until: float) -> None:
+        """It gets its core in bursts, up to a time."""
+        if self.run.now < until:
+            random = self.run.random
+            self.paused = self.starved = True
+            self.run.schedule(random.uniform(0.3, 2.5), self.resume)
+            self.run.schedule(random.uniform(2.5, 3.5), partial(self.starve, until))
+
     def resume(self) -> None:
-        self.paused = False
+        self.paused = self.starved = False
         deferred, self.deferred = self.deferred, []
         for action in deferred:
             self.run_after(0.0, action)
@@ -255,6 +297,8 @@ class Device:
         return True
 
     def release(self, final: bool) -> None:
+        if final and self.stuck is not None:
+            self.run_after(1.0, lambda: self.run.kill(self, 1.0) if self.stuck is not None else None)
         if self.task is not None and not self.ended:
             self.task = tm.released(self.task, final)
             self._check()
@@ -270,6 +314,8 @@ class Device:
 
     def _check(self) -> None:
         assert self.task is not None
+        if self.stuck is not None:
+            return
         if self.working and tm.outdated(self.task):
             self.fail(0)
         elif not self.working:
@@ -414,11 +460,45 @@ class Device:
     def _train(self) -> None:
         assert self.task is not None
         if self.done >= STEPS:
+            self._publish_final_part()
             self._enter("end", None, lambda _: self._end("ended"))
             return
         fence = self.fence
         wait = self.run.random.uniform(0.5, 1.5) * STEP_S
-        self.run_after(wait, lambda: self._sum() if fence == self.fence and self.working else None)
+        self.run_after(wait, lambda: self._compute() if fence == self.fence and self.working else None)
+
+    def _compute(self) -> None:
+        if not self.hangs:
+            self._sum()
+            return
+        self.stuck = self._sum
+        self.run_after(HANG_S, self._report_hang)
+
+    def _report_hang(self) -> None:
+        if self.stuck is not None and not self.ended:
+            assert self.task is not None
+            self.emit("hung", generation=self.task.generation)
+            self.run_after(HANG_S, self._report_hang)
+
+    def go_on(self) -> None:
+        """It does not hang any more."""
+        self.hangs, then, self.stuck = False, self.stuck, None
+        if then is not None and self.task is not None and not self.ended:
+            if not self.working:  # it was left out meanwhile: its links are closed
+                self.check_assignment()
+            elif tm.outdated(self.task):
+                self.fail(0)
+            else:
+                then()
+
+    def _publish_final_part(self) -> None:
+        """One rank has the whole state, or one rank of each stage has a part."""
+        size, rank = len(self.members), self.members.index(self.number)
+        pipelines = self.run.setup.pipelines if size % self.run.setup.pipelines == 0 else 1
+        parts = size // pipelines if self.run.setup.partitioned else 1
+        if rank < parts:
+            self.final_part = self.reshard_count, parts
+            self.emit("part", turn=self.reshard_count, parts=parts)
 
     def _sum(self) -> None:
         assert self.task is not None
@@ -478,7 +558,7 @@ class Run:
         """Number of the coordinator's process; 0 while none runs."""
         self._coordinator_starts_count = 0
         self._deferred_calls: list[Callable[[], None]] = []
-        self.state = State(CONFIG, last_tick=self.now)
+        self.state = State(setup.config, last_tick=self.now)
         self.job: jm.JobView | None = None
         self.devices: dict[int, Device] = {}
         self._processed: dict[str, int] = {}
@@ -659,6 +739,8 @@ class Run:
                     self.journal.append(instruction.entry)
                 case m.Probe(device_id):
                     self._probe(device_id)
+                case m.Announce("device_dead"):
+                    self._check_death(int(str(instruction.fields["device"])))
                 case m.Stop():
                     for number in instruction.members:
                         self._abort(number, instruction.generation)
@@ -678,9 +760,19 @@ class Run:
             self.send(0, number, partial(device.run_now, partial(device.abort, generation)))
 
     def _probe(self, number: int) -> None:
-        device, info = self.devices[number], self.state.members[number].info
-        if not device.alive and self._reaches(0, number):
-            self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, info.incarnation, "refused")))
+        device, incarnation = self.devices[number], self.state.members[number].info.incarnation
+        gone = not device.alive or device.incarnation != incarnation
+        if gone and self._reaches(0, number):
+            self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, incarnation, "refused")))
+        elif self.setup.one_host and (device.starved or not device.paused):
+            seen = self.now
+            self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, incarnation, "", seen)))
+
+    def _check_death(self, number: int) -> None:
+        device, member = self.devices[number], self.state.members[number]
+        lives = device.alive and device.incarnation == member.info.incarnation
+        if lives and not self.setup.can_be_silenced(number):
+            raise Violation(f"device {number} lives and was declared dead: {member.reason}")
 
     def handle_heartbeat(self, device: Device) -> None:
         known = True
@@ -749,6 +841,7 @@ class Run:
             restart_grace_s=GRACE_S,
             size=len(participants),
             participants=frozenset(participants),
+            holders=frozenset(() if self.state.communicator(JOB).ran else participants),
         )
 
     def _handle(self, event: jm.JobMembershipEvent) -> None:
@@ -781,6 +874,8 @@ class Run:
                 self.on_coordinator(0.0, lambda: self._invite(device_id))
             case jm.Release(device_id, final):
                 self.call(device_id, partial(release, final=final), lambda *_: None)
+            case jm.Expel(device_id, _):
+                self.call(device_id, partial(release, final=True), lambda *_: None)
             case jm.Readmit(device_id):
                 self.on_coordinator(0.0, lambda: self._apply(m.Readmitted(JOB, device_id)))
             case jm.End(_, text):
@@ -892,18 +987,28 @@ class Run:
                 self._handle(jm.TaskResumed(fields["generation"]))
             case "ended":
                 self._handle(jm.TaskFinished(*task, finished=True))
+            case "hung":
+                self._handle(jm.TaskHung(*task, fields["generation"], "it hangs"))
+            case "part":
+                self._handle(jm.FinalPartTaken(device.number, STEPS, fields["turn"], fields["parts"]))
             case "left":
                 self._handle(jm.TaskFinished(*task))
 
     def _job_ended(self, text: str) -> None:
         assert self.job is not None
-        self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.all_leaving else "left"
+        finished = self.job.finished and not text
+        self.outcome = "finished" if finished else "lost" if text or not self.job.all_leaving else "left"
         if self.outcome == "finished":
             if not self.last_step_done:
                 raise Violation("a job finished, and no device has done its last step")
+            if not any(len(devices) >= parts for (_, _, parts), devices in self.job.final_parts.items()):
+                raise Violation(f"a job finished, and parts of its final state are unknown: {self._describe()}")
             return
         if self.outcome == "left":
             return
+        final = Counter(device.final_part for device in self.devices.values() if device.alive and device.ended)
+        if complete := [part for part, devices in final.items() if part is not None and devices == part[1]]:
+            raise Violation(f"a job was declared lost ({text}), and {complete} is there: {self._describe()}")
         held: dict[int, set[SliceSpec]] = {}
         for device in self.devices.values():
             for done, pieces in device.recoverable_state().items():
@@ -920,11 +1025,21 @@ class Run:
     def _inject(self, fault: Fault) -> None:
         match fault.kind:
             case "kill":
-                self._kill(self.devices[fault.device], fault.seconds)
+                self.kill(self.devices[fault.device], fault.seconds)
             case "pause":
                 device = self.devices[fault.device]
                 device.paused = True
                 self.schedule(max(fault.seconds, 0.1), device.resume)
+            case "hold":  # of the interpreter's lock, beyond a lease
+                device = self.devices[fault.device]
+                device.paused = device.starved = True
+                self.schedule(4 * fault.seconds, device.resume)
+            case "starve":
+                self.devices[fault.device].starve(self.now + fault.seconds)
+            case "hang":
+                device = self.devices[fault.device]
+                device.hangs = True
+                self.schedule(max(fault.seconds, 0.1), lambda: device.run_now(device.go_on))
             case "cut":
                 others = [0, *(key for key in self.devices if key != fault.device)]
                 directions = [
@@ -952,6 +1067,8 @@ class Run:
                 if self.coordinator_process:
                     self.paused = True
                     self.schedule(max(fault.seconds, 0.1), self._unpause)
+            case "coordinator_starve":
+                self._starve(self.now + fault.seconds)
             case "coordinator_cut":
                 directions = [direction for key in self.devices for direction in ((0, key), (key, 0))]
                 self.cut(directions, max(fault.seconds, 0.1))
@@ -964,7 +1081,7 @@ class Run:
         if self.now < until:
             self.schedule(0.5, lambda: self._accuse(number, peer, until))
 
-    def _kill(self, device: Device, seconds: float) -> None:
+    def kill(self, device: Device, seconds: float) -> None:
         if not device.alive:
             return
         device.kill()
@@ -977,6 +1094,13 @@ class Run:
         self.devices[device.number] = device
         device.heartbeat()
 
+    def _starve(self, until: float) -> None:
+        """The coordinator gets its core in bursts, up to a time."""
+        if self.coordinator_process and self.now < until:
+            self.paused = True
+            self.schedule(self.random.uniform(0.3, 2.5), self._unpause)
+            self.schedule(self.random.uniform(2.5, 3.5), lambda: self._starve(until))
+
     def _unpause(self) -> None:
         self.paused = False
         held, self._deferred_calls = self._deferred_calls, []
@@ -987,7 +1111,7 @@ class Run:
         """Restarts the coordinator from its journal; it asks the devices which tasks they run."""
         if self.coordinator_process:
             return
-        self.state = replay(self.journal, CONFIG, self.now)
+        self.state = replay(self.journal, self.setup.config, self.now)
         self._processed, self._events, self._busy = {}, [], False
         job_record = self.state.jobs[JOB]
         if job_record.ended:
@@ -1027,6 +1151,7 @@ KINDS = (
     "kill",
     "kill",
     "pause",
+    "starve",
     "cut",
     "link",
     "mute",
@@ -1035,7 +1160,12 @@ KINDS = (
     "join",
     "coordinator_kill",
     "coordinator_pause",
+    "coordinator_starve",
     "coordinator_cut",
+)
+ONE_HOST_KINDS = (
+    *(kind for kind in KINDS if kind not in ("cut", "link", "mute", "deaf", "coordinator_cut")),
+    "hold",
 )
 
 
@@ -1044,7 +1174,8 @@ def generate_setup(rng: random.Random) -> Setup:
 
     A quarter of the setups have two replicas of each part, and the loss of two devices at once among their faults.
     """
-    devices, partitioned = rng.randint(2, 5), rng.random() < 0.5
+    devices, partitioned, one_host = rng.randint(2, 5), rng.random() < 0.5, rng.random() < 0.3
+    kinds = ONE_HOST_KINDS if one_host else KINDS
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 3)):
         device = rng.randint(1, devices)
@@ -1053,7 +1184,7 @@ def generate_setup(rng: random.Random) -> Setup:
         if rng.random() < 0.15:  # all devices are killed
             faults += [Fault(rng.uniform(0, 2.5), "kill", other, 0, seconds) for other in range(1, devices + 1)]
         else:
-            faults.append(Fault(rng.uniform(0, 2.5), rng.choice(KINDS), device, peer, seconds))
+            faults.append(Fault(rng.uniform(0, 2.5), rng.choice(kinds), device, peer, seconds))
     arenas, max_delay_s = rng.random() < 0.8, rng.choice([0.01, 0.3, 1.0])
     replicas, pipelines = 1, 1
     if partitioned and devices > 2 and rng.random() < 0.5:  # two devices are killed at once
@@ -1064,8 +1195,13 @@ def generate_setup(rng: random.Random) -> Setup:
     if rng.random() < 0.3:  # a busy machine
         device, peer = rng.sample(range(1, devices + 1), 2)
         faults.append(Fault(rng.uniform(0, 2.5), "slow", device, peer, rng.choice([0.5, 2.0, 8.0])))
+    if rng.random() < 0.1:  # the coordinator is cut off for so long that it takes all devices for dead
+        faults = [fault for fault in faults if fault.kind in ("pause", "leave", "slow")]
+        faults.append(Fault(rng.uniform(0, 3.5), "coordinator_cut", 0, 0, rng.choice([62.0, 75.0, 110.0])))
+    if rng.random() < 0.15:
+        faults.append(Fault(rng.uniform(0, 2.5), "hang", rng.randint(1, devices), 0, rng.choice([1.0, 8.0, 40.0])))
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
-    return Setup(devices, partitioned, arenas, ordered, max_delay_s, replicas, pipelines, loading_s)
+    return Setup(devices, partitioned, arenas, ordered, max_delay_s, replicas, pipelines, loading_s, one_host)
 
 
 def run_schedule(seed: int) -> str:

@@ -27,9 +27,9 @@ time."""
 at_some_times = pytest.mark.parametrize(
     "times", [SOME_TIMES, pytest.param(TIMES, marks=pytest.mark.slow)], ids=["some times", "all times"]
 )
-DEVICE_FAULTS = ["kill", "pause", "cut", "link", "mute", "deaf", "leave", "join"]
+DEVICE_FAULTS = ["kill", "pause", "starve", "cut", "link", "mute", "deaf", "leave", "join"]
 SILENCES = ["pause", "mute", "slow"]
-COORDINATOR_FAULTS = ["coordinator_kill", "coordinator_pause", "coordinator_cut"]
+COORDINATOR_FAULTS = ["coordinator_kill", "coordinator_pause", "coordinator_starve", "coordinator_cut"]
 
 
 @pytest.mark.parametrize("partitioned", [False, True], ids=["data", "partitioned"])
@@ -39,7 +39,7 @@ def test_every_fault_at_every_time(partitioned: bool, arenas: bool) -> None:
     for seed, (kind, at, seconds, max_delay_s) in enumerate(
         itertools.product([*DEVICE_FAULTS, *COORDINATOR_FAULTS], TIMES, [0.2, 3.0], [0.01, 0.5])
     ):
-        for device in (1, 2) if kind in DEVICE_FAULTS[:6] else (1,):
+        for device in (1, 2) if kind in DEVICE_FAULTS[:7] else (1,):
             setup = Setup(2, partitioned, arenas, (Fault(at, kind, device, 3 - device, seconds),), max_delay_s)
             assert not find_violation(setup, seed), (setup, seed)
 
@@ -227,9 +227,17 @@ REGRESSIONS = {
         0.01,
         loading_s=2.0,
     ),
+    "a device of one host joins, and its interpreter is held before its first heartbeat": Setup(
+        2,
+        False,
+        True,
+        (Fault(0.3976, "kill", 2, 0, 0.1), Fault(0.98975, "kill", 1, 0, 0.1), Fault(1.53977, "hold", 1, 2, 8.0)),
+        1.0,
+        one_host=True,
+    ),
 }
 """Schedules that once broke an invariant, shrunk to as few faults as possible."""
-REGRESSION_SEEDS = (31014, 22450, 40417, 300013)
+REGRESSION_SEEDS = (31014, 22450, 37047, 40417, 300013)
 """Seeds with which some of them did, besides the first 25."""
 
 

@@ -27,7 +27,7 @@ from descriptor_stub import Stub
 import hoop
 from hoop.events import Event
 from hoop.lab.chaos import network
-from hoop.wire.channels import channel_options
+from hoop.wire.channels import LEASE_S, channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -161,7 +161,7 @@ def comm_status() -> Callable[[str, int], lab.GetCommStatusResponse]:
     """The answer of the lab's GetCommStatus, which the coordinator has opened with ``--lab``."""
 
     def query(address: str, communicator_id: int) -> lab.GetCommStatusResponse:
-        with grpc.insecure_channel(address, options=channel_options()) as channel:
+        with grpc.insecure_channel(address, options=channel_options(LEASE_S)) as channel:
             answer: lab.GetCommStatusResponse = Stub(channel, LAB).GetCommStatus(
                 lab.GetCommStatusRequest(commId=communicator_id), timeout=END_S
             )

@@ -19,6 +19,7 @@ from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.topology import DeviceInfo
 
 WAIT_S = 120.0
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ def lab_servers(devices: int = 2, config: CoordinatorConfig | None = None, **dev
         await server.start()
         return server
 
+    async def hear_all() -> None:
+        """Waits for each device's first heartbeat: then its connections are open, and a test cannot leave them."""
+        members = coordinator.coordinator.state.members
+        while any(member.heartbeats.first_heartbeat_until for member in members.values()):
+            await asyncio.sleep(POLL_S)
+            members = coordinator.coordinator.state.members
+
     reports: list[str] = []
     started: list[DeviceServer] = []
     try:
@@ -83,6 +91,7 @@ def lab_servers(devices: int = 2, config: CoordinatorConfig | None = None, **dev
         try:
             for device_id in range(1, devices + 1):
                 started.append(call(start_device(device_id)))
+            call(hear_all())
             yield Servers(coordinator, started, reports, loop)
         finally:
             for device in started:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DRIVER = Path(__file__).with_name("train_driver.py")
 UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
+TRAINING_S = 480.0
+"""Deadline of a training whose devices are slowed down, on a machine that stands still most of the time."""
 JOB, SLOW = f"{DRIVER}:job", f"{DRIVER}:slow"
 
 
@@ -61,6 +63,26 @@ def test_attach_to_a_detached_job_writes_all_its_files(
     unknown = run_hoop("attach", 999, *coordinator)
     assert unknown.returncode == 2
     assert "job: 999 is unknown" in unknown.stderr
+
+
+def test_attach_continues_the_folder_of_a_client_that_was_killed(
+    up: Running, cluster: hoop.Cluster, start: Start, run_hoop: Run, tmp_path: Path
+) -> None:
+    """It is the same run: its job is a file for the client, and a module for the devices."""
+    coordinator, out = ("--coordinator", up.address), tmp_path / "run"
+    last = max((event.sequence for event in cluster.events()), default=0)
+    options = ("--epochs", "1000", "--set", "max_steps=200")
+    starter = start("train", JOB, *coordinator, *options, "--set", "slowdown=[50, 50]", "--out", out)
+    events = cluster.events(after=last, follow=True)
+    job = next(int(event.fields["job"]) for event in events if event.kind == "job_started")
+    while not list(out.glob("checkpoints/step-*")):
+        assert starter.process.poll() is None, starter.errors
+    starter.kill()
+    attached = json_output(run_hoop("attach", job, *coordinator, "--out", out, "--json", within=TRAINING_S))
+    alone = json_output(run_hoop("train", JOB, "--devices", "1", *options, "--json", within=TRAINING_S))
+    assert attached["weights_sha256"] == alone["weights_sha256"]
+    report = json_output(run_hoop("audit", out, "--json"))
+    assert (report["holds"], report["steps"]) == (True, 200), report
 
 
 @pytest.mark.slow

@@ -292,6 +292,9 @@ def test_no_coordinator_at_the_address(run_hoop: Run) -> None:
     assert answer.returncode == 3
     pattern = r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within \d+\.\d s \(\d+ tries\): .*refused"
     assert re.match(pattern, answer.stderr), answer.stderr
+    assert "failed to connect to all addresses" not in answer.stderr
+    assert "Is a coordinator running there" in answer.stderr
+    assert "hoop up" in answer.stderr
 
 
 # ---- help

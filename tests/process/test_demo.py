@@ -22,7 +22,7 @@ from hoop.client.cluster import connect
 from hoop.dashboard.actions import Action
 from hoop.errors import FailedPrecondition
 from hoop.lab.chaos.processes import ClusterProcesses
-from hoop.lab.demo import MAX_DEVICES, DemoActor
+from hoop.lab.demo import MAX_DEVICES, DemoActor, idle_reason
 
 if TYPE_CHECKING:
     from background import Running
@@ -172,3 +172,10 @@ def test_without_bokeh_the_demo_names_the_remedy(run_hoop: Callable[..., Any], t
     done: subprocess.CompletedProcess[str] = run_hoop("demo", "--no-browser", environment={"PYTHONPATH": path})
     assert done.returncode == 2
     assert "pip install 'hoop[dashboard]'" in done.stderr
+
+
+@pytest.mark.parametrize(("devices", "cores", "sentences"), [(6, 2, 1), (2, 1, 1), (2, 2, 0), (4, 16, 0)])
+def test_the_page_says_why_devices_idle(devices: int, cores: int, sentences: int) -> None:
+    found = idle_reason(devices, cores)
+    assert len(found) == sentences
+    assert all(f"{cores} core" in sentence and "they only update their weights" in sentence for sentence in found)

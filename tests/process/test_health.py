@@ -33,8 +33,8 @@ PAUSE_S = 0.01
 
 @pytest.fixture
 def three_devices(start: Callable[..., Running]) -> Running:
-    """``hoop up`` with three devices, for one test."""
-    return start("up", "--devices", 3, "--memory", "64MiB", "--lab")
+    """``hoop up`` with three devices, for one test. A device that is stopped is dead as soon as between hosts."""
+    return start("up", "--devices", 3, "--memory", "64MiB", "--lab", "--lease", "1.5s")
 
 
 def vectors(count: int, ranks: int) -> list[Any]:
@@ -168,12 +168,13 @@ def test_a_device_is_killed(
 def test_staging_is_freed_on_the_surviving_devices(
     three_devices: Running, connect: Connect, await_event: Wait, send_signal: Signal
 ) -> None:
-    """The first of three devices is killed during an all-reduce of arrays."""
+    """The first of three devices is killed while an all-reduce of arrays is requested or runs."""
     cluster = connect(three_devices.address)
     comm = cluster.communicator([1, 2, 3])
     handle = comm.all_reduce(vectors(LARGE, 3), wait=False)
     send_signal(comm.devices[0].info.pid, signal.SIGKILL)
-    with pytest.raises(PeerLost, match="device 1"):
+    # PeerLost, or FailedPrecondition if the coordinator knows of the death before the request reaches it.
+    with pytest.raises((PeerLost, FailedPrecondition), match="device 1"):
         handle.wait(LONG_S)
     assert [device.buffers() for device in comm.devices[1:]] == [{}, {}]
     with pytest.raises((PeerError, FailedPrecondition), match="device 1"):
@@ -236,16 +237,19 @@ def test_arrays_do_not_wait_for_a_silent_device(
 def test_the_only_device_is_stopped_and_recovers(
     start: Callable[..., Running], connect: Connect, send_signal: Signal, await_event: Wait
 ) -> None:
-    """If all devices are silent, the coordinator suspects itself and declares none of them dead."""
-    up = start("up", "--devices", 1, "--memory", "64MiB")
+    """If all devices are silent, the coordinator suspects itself and declares none of them dead. The operation that
+    runs goes on with the device, over a new connection."""
+    up = start("up", "--devices", 1, "--memory", "64MiB", "--lease", "1.5s")
     cluster = connect(up.address)
     comm = cluster.communicator(1)
     pid = comm.devices[0].info.pid
     with all_reduce_loop(comm, "x") as loop:
         send_signal(pid, signal.SIGSTOP)
-        assert "device 1" in loop.failure(LONG_S), "the operation fails when its connection is given up"
-    send_signal(pid, signal.SIGCONT)
-    await_event(up.address, "device_recovered", LONG_S, device=1)
+        await_event(up.address, "device_suspect", LONG_S, device=1)  # its connection was given up
+        send_signal(pid, signal.SIGCONT)
+        await_event(up.address, "device_recovered", LONG_S, device=1)
+        loop.wait_for_another()
+    assert loop.error is None
     assert_all_reduce_works(comm)
     assert "device_dead" not in {one.kind for one in cluster.events()}
 

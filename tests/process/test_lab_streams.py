@@ -359,7 +359,11 @@ def test_send_to_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClien
 
 def test_a_transfer_fails_when_the_other_device_dies() -> None:
     """Sender and receiver report the failure long before their timeout."""
-    with hoop_up(3, "--insecure") as cluster, channel_to(cluster.address) as channel, devices_of(cluster) as devices:
+    with (
+        hoop_up(3, "--insecure", "--lease", "1.5s") as cluster,
+        channel_to(cluster.address) as channel,
+        devices_of(cluster) as devices,
+    ):
         LabClient(channel, 3)
         sender, receiver, dead = devices
         sending = sender.begin_send(sender.low, 8, to=2)

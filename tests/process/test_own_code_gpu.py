@@ -53,19 +53,11 @@ for step in run.steps():
 weights = b"".join(one.detach().cpu().numpy().tobytes() for one in model.state_dict().values())
 print("weights", hashlib.sha256(weights).hexdigest(), flush=True)
 """
-USED_BEFORE = """
-import torch
-from torch import nn
-import hoop
-
-torch.nn.Linear(2, 2).cuda()(torch.zeros(1, 2, device="cuda")).sum().backward()
-hoop.train(nn.Linear(4, 2), (torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)), devices=2, epochs=1)
-"""
 
 
-def run(*command: str, fails: bool = False) -> str:
+def run(*command: str) -> str:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400)
-    assert bool(done.returncode) == fails, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -84,10 +76,3 @@ def test_an_own_loop_on_cuda_gives_the_same_weights_on_one_and_two_processes(tmp
     alone = [line for line in run(str(script)).splitlines() if "weights" in line]
     both = run("-m", "hoop", "run", "-np", "2", str(script)).splitlines()
     assert [line.partition("] ")[2] for line in both if "weights" in line] == alone * 2
-
-
-def test_a_program_that_has_used_cuda_is_told_what_to_do(tmp_path: Path) -> None:
-    script = tmp_path / "used.py"
-    script.write_text(USED_BEFORE)
-    text = run(str(script), fails=True)
-    assert "in a process of its own (`hoop train FILE.py:JOB`)" in text

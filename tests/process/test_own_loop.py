@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,24 @@ def test_a_process_that_is_started_again_joins_and_finishes_with_the_others(tmp_
     assert len(set(re.findall(r"here \d+", done))) == 2, "the one that was started again has made fewer steps"
 
 
+def test_a_process_that_is_started_again_after_the_end_has_nothing_to_do(tmp_path: Path) -> None:
+    """It ends with 0 and a line, and what follows the loop is not done with its untrained model."""
+    script = write_loop(tmp_path, "if run.rank == 1 and step.number == 4: os.kill(os.getpid(), signal.SIGKILL)")
+    wait = """restarted = os.environ.get("HOOP_RESTART_COUNT", "0") != "0"
+while restarted and not (Path({folder!r}) / "finished").exists(): time.sleep(0.01)
+model ="""
+    text = Path(script).read_text().replace("model =", wait.format(folder=str(tmp_path)), 1)
+    Path(script).write_text(text + "Path(flag).with_name('finished').touch()\n")
+    alone = printed(write_loop(tmp_path))
+    command = [sys.executable, "-m", "hoop", "run", "-np", "2", "--min-np", "1", "--json", script]
+    done = preloaded.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert found_in(done.stdout) == alone
+    assert json.loads(done.stdout.splitlines()[-1])["ranks"][1] == {"rank": 1, "exit_code": 0, "restarts": 1}
+    assert "rank 1: the others have finished the run; nothing is left for this process" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -143,6 +163,24 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     again = preloaded.run([sys.executable, script], capture_output=True, text=True, timeout=400)
     assert again.returncode == 1
     assert "holds a run; go on with it by resume=True, or name another" in again.stderr
+
+
+def test_a_folder_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    """It has the lock from its first checkpoint on."""
+    out = tmp_path / "run"
+    waiting = """if step.number == 2 * 3:
+        print("locked", (Path(options["out"]) / ".lock").exists(), flush=True)
+        sys.stdin.read()"""
+    script = write_loop(tmp_path, waiting, out=str(out), resume="auto", epochs=3)
+    with preloaded.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "locked True\n"
+        again = preloaded.run([sys.executable, script], capture_output=True, text=True, timeout=400)
+        assert again.returncode == 1
+        assert f"process {first.pid} on " in again.stderr
+        first.communicate("", timeout=400)
+        assert first.returncode == 0
+    assert not (out / ".lock").exists()
 
 
 @pytest.mark.slow

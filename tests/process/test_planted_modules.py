@@ -58,7 +58,7 @@ def test_only_a_job_of_one_s_own_puts_the_current_folder_into_the_import_path(
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", os.getcwd())])
     load_job("mnist", load=False)
     assert "" not in sys.path
-    (planted / "job_of_mine.py").write_text("import hoop\nimport json\njob = hoop.Job(None, None)\n")
+    (planted / "job_of_mine.py").write_text("import hoop\nimport json\njob = hoop.Job(list, list)\n")
     load_job("job_of_mine:job", load=False)
     assert sys.path[-1] == ""
     assert list(planted.glob("*.ran")) == []

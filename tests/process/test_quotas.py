@@ -17,7 +17,7 @@ from descriptor_stub import Stub
 import hoop
 from hoop.errors import ResourceExhausted
 from hoop.topology import Address
-from hoop.wire.channels import channel_options
+from hoop.wire.channels import LEASE_S, channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.service import translate
 
@@ -54,7 +54,7 @@ def test_an_exceeded_limit_is_refused_with_the_option_that_raises_it(
     with pytest.raises(ResourceExhausted, match=r"larger than max.*--max-message"):
         cluster.copy((1, "x" * (2 << 20)), (1, 0), 8)
 
-    with grpc.insecure_channel(device.address, options=channel_options()) as channel:
+    with grpc.insecure_channel(device.address, options=channel_options(LEASE_S)) as channel:
         begin_receive = Stub(channel, LAB_DEVICE).BeginReceive
         low = cluster.status().devices[0].device.min_address
         fields: dict[str, Any] = {"recvBuffAddr": {"value": low}, "numBytes": 8}

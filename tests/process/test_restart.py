@@ -254,7 +254,10 @@ def test_a_damaged_journal_is_refused(run_hoop: Callable[..., CompletedProcess[s
     journal.write_bytes(damaged)
     completed = run_hoop("coordinator", "--journal", journal)
     assert completed.returncode == 2
-    assert f"journal {journal}, line 1: the checksum does not hold; move the file away" in completed.stderr
+    assert (
+        f"journal {journal}, line 1: the checksum does not hold: the line was changed; move the file away"
+        in completed.stderr
+    )
     assert journal.read_bytes() == damaged
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +54,27 @@ def test_the_dashboard_predicts_without_pytorch() -> None:
     program = [sys.executable, "-c", DASHBOARD_PROGRAM]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+AUDIT_PROGRAM = """
+import sys
+from hoop.cli.main import main
+
+try:
+    main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_an_audit_with_checkpoints_needs_no_pytorch(tmp_path: Path) -> None:
+    """It takes a few tenths of a second, and importing PyTorch took 3 to 6 s."""
+    out = tmp_path / "run"
+    train = [sys.executable, "-m", "hoop", "train", "mnist", "-n", "1", "--set", "max_steps=3", "--out", str(out)]
+    subprocess.run([*train, "--set", "batch_size=20000"], capture_output=True, text=True, timeout=500, check=True)
+    command = [sys.executable, "-c", AUDIT_PROGRAM, "audit", str(out), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "False\n"), done.stdout
+    found = json.loads(done.stdout)
+    assert (found["holds"], found["steps"]) == (True, 3)
+    assert found["checkpoints"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -207,6 +208,37 @@ def test_an_exception_in_user_code_is_printed_once_as_a_user_error() -> None:
     assert "hoop/engine" not in done.stderr
 
 
+def test_sys_exit_in_user_code_is_named_with_the_way_to_stop() -> None:
+    done = hoop("train", f"{DRIVER}:exiting", "-n", 1, *SMALL)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "your code called sys.exit" in done.stderr
+    assert 'sys.exit("enough")' in done.stderr
+    assert "run.stop()" in done.stderr
+    assert "hoop/engine" not in done.stderr
+    assert "servers/tasks.py" not in done.stderr
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    done = hoop("train", f"{DRIVER}:nothing", "-n", 1, *SMALL)
+    assert done.returncode == 2
+    assert "model: Sequential has no parameter that requires a gradient" in done.stderr
+
+
+def test_a_batch_larger_than_the_data_is_said() -> None:
+    done = hoop("train", JOB, "-n", 1, *SMALL, "--batch-size", 4096, "--epochs", 1)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"warning: batch_size: 4096 is more than the \d+ training samples", done.stderr)
+
+
+def test_the_audit_of_a_pipeline_credits_all_stages(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result("train", JOB, "-n", 2, *SMALL, "-s", "pipeline", "--epochs", 1, "--out", out)
+    done = hoop("audit", out)
+    assert done.returncode == 0, done.stdout
+    assert "shards computed by all stages of pipeline in turn; the last was on: device 2" in done.stdout
+    assert "1 whole epoch of" in done.stdout
+
+
 def test_a_model_that_does_not_fit_its_data_is_a_user_error() -> None:
     done = hoop("train", SHAPES, "-n", 1, *SMALL)
     assert done.returncode == 2
@@ -243,6 +275,13 @@ def test_too_little_memory_reports_what_would_fit() -> None:
     assert "MiB a device are enough: --memory " in done.stderr
     assert "it would fit with" in done.stderr
     assert "first step" not in done.stderr
+
+
+def test_without_memory_a_device_takes_what_the_job_needs() -> None:
+    """A model whose state needs more than 256 MiB a device was refused on a machine with 23 GB."""
+    large = result("train", f"{DRIVER}:large", "-n", 2)
+    assert min(large["memory"]) > 300 << 20
+    assert result("train", f"{DRIVER}:large", "-n", 1, "--memory", "1GiB")["weights_sha256"] == large["weights_sha256"]
 
 
 # ---- on a running cluster

@@ -112,28 +112,38 @@ def test_a_custom_loss_is_reduced_as_it_declares() -> None:
     assert {result["accuracy"] for result in results} == {built_in["accuracy"]}
 
 
-def test_a_loss_that_is_not_a_sum_over_shards_is_refused() -> None:
-    weighted, number, stated = train(
+def test_a_loss_whose_reduction_is_not_known_is_refused() -> None:
+    doubled, number, stated, weighted = train(
         [
-            {"loss": "weighted"},
+            {"loss": "doubled"},
             {"loss": "a number"},
-            {"loss": "a number", "reduction": "mean"},  # then the devices call it first
+            {"loss": "a number", "reduction": "mean"},
+            {"loss": "weighted", "strategy": "pipeline"},
         ]
     )
     for result, text in (
-        (weighted, "has class weights"),
+        (doubled, "its last operation, Mul, does not say of what it is the mean or the sum; return (sum, count)"),
         (number, "returned float"),
         (stated, "returned float"),
+        (weighted, "strategy: pipeline"),
     ):
         assert result["error"] == "InvalidArgument"
         assert text in result["text"]
 
 
+@pytest.mark.parametrize("loss", ["weighted", "weighted lambda"])
+def test_class_weights_train_to_the_same_weights_on_any_devices(loss: str) -> None:
+    jobs = [{"loss": loss, "optimizer": "sgd", "lr": 0.1, "shards": 4, "devices": devices} for devices in (1, 3)]
+    one, three = train(jobs)
+    assert [result["text"] for result in (one, three) if "error" in result] == []
+    assert one["weights_sha256"] == three["weights_sha256"]
+
+
 def test_without_test_data_metrics_are_named_train(tmp_path: Path) -> None:
     untested, tested = train([{"untested": True, "out": str(tmp_path / "a")}, {"out": str(tmp_path / "b")}])
     assert (untested["split"], tested["split"]) == ("train", "test")
-    assert untested["repr"].startswith("<training accuracy ")
-    assert tested["repr"].startswith("<accuracy ")
+    assert "training accuracy " in untested["repr"]
+    assert ", accuracy " in tested["repr"]
     assert untested["weights_sha256"] == tested["weights_sha256"]
     for name in ("metrics.jsonl", "result.json", "trace.json"):
         assert ">test<" not in (tmp_path / "a" / name).read_text()

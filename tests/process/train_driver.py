@@ -68,6 +68,10 @@ LOSSES = {
     "sum": nn.CrossEntropyLoss(reduction="sum"),
     "none": nn.CrossEntropyLoss(reduction="none"),
     "weighted": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
+    "weighted lambda": lambda outputs, targets: nn.functional.cross_entropy(
+        outputs, targets, torch.tensor([1.0, 2.0, 3.0])
+    ),
+    "doubled": lambda outputs, targets: 2 * nn.functional.cross_entropy(outputs, targets),
     "a number": lambda outputs, targets: 7.0,
 }
 MODELS: dict[str, Callable[[int], nn.Module]] = {
@@ -97,6 +101,16 @@ def failing(seed: int) -> nn.Module:
 
 
 broken = hoop.Job(failing, data, settings={"epochs": 50, "batch_size": 32})
+
+
+class Exiting(nn.Linear):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        sys.exit("enough")
+
+
+exiting = hoop.Job(lambda seed: Exiting(6, CLASSES), data)
+nothing = hoop.Job(lambda seed: nn.Sequential(nn.Flatten(), nn.ReLU()), data)
+"""Has no parameters."""
 wrong_shapes = hoop.Job(lambda seed: nn.Sequential(nn.Linear(7, CLASSES)), data)
 slow = hoop.Job(
     plain,
@@ -104,6 +118,12 @@ slow = hoop.Job(
     settings={"epochs": 1_000_000, "batch_size": 8, "shards": 4, "evaluate_every": 0, "checkpoint_every": 0},
 )
 """Runs until it is stopped."""
+large = hoop.Job(
+    lambda seed: nn.Sequential(nn.Linear(6, 4096), nn.Linear(4096, 4096), nn.Linear(4096, CLASSES)),
+    data,
+    settings={"epochs": 1, "batch_size": 32, "shards": 4, "max_steps": 1, "optimizer": "adam", "lr": 0.001},
+)
+"""Needs more than 256 MiB of a device's memory."""
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from world import World
+
+
+@pytest.fixture(autouse=True, scope="session")
+def installed() -> None:
+    """``import torch`` finds the backend in the ranks by Hoop's entry point, which ``sys.path`` alone does not have."""
+    assert "hoop" in entry_points(group="torch.backends").names, "Hoop is not installed: pip install -e ."
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A rank that leaves its process group at once is not reported as dead."""
+"""A rank that leaves its process group at once is not reported as dead, and its peers know who died before it left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport.tcp_listener import TcpTransport
 
 LONG_S = 240.0
+DIED = "is gone: its process ended without leaving the group"
 
 
 def test_a_rank_leaves_only_after_the_hello_of_every_peer() -> None:
@@ -35,10 +36,30 @@ def test_a_rank_leaves_only_after_the_hello_of_every_peer() -> None:
     stayer.start()
     leaving.join(LONG_S)
     assert order == ["rank 0 started", "rank 1 left"]
-    deadline = time.monotonic() + LONG_S
-    while (departed := stayer.first_departed(0.05)) is None:
-        assert time.monotonic() < deadline, "rank 0 has not heard that rank 1 left"
+    departed = stayer.first_departed(1, LONG_S)
     stayer.close()
     for transport in transports:
         transport.close()
     assert departed == (1, "has left the group")
+
+
+def test_a_rank_that_leaves_has_told_who_died() -> None:
+    """Rank 2 died, and only rank 0 can see that: rank 2's link to rank 1 is still open. Then rank 0 leaves."""
+    transports = [TcpTransport(Address("127.0.0.1", 0)) for _ in range(4)]
+    addresses = [transport.address for transport in transports]
+    leaver = P2PEngine(transports[0].endpoint(7, 1, 0, addresses[:3]), "rank 0", LONG_S)
+    stayer = P2PEngine(transports[1].endpoint(7, 1, 1, [*addresses[:2], addresses[3]]), "rank 1", LONG_S)
+    dying = transports[2].endpoint(7, 1, 2, addresses[:3])
+    open_link = transports[3].endpoint(7, 1, 2, [*addresses[:2], addresses[3]])
+    leaver.start()
+    stayer.start()
+    hello = memoryview(bytes(24))
+    for endpoint, peer in ((dying, 0), (open_link, 1)):
+        endpoint.send(peer, hello, time.monotonic() + LONG_S)
+    dying.close()
+    assert leaver.first_departed(2, LONG_S) == (2, DIED)
+    leaver.close()
+    assert stayer.first_departed(0, LONG_S) == (2, DIED)
+    stayer.close()
+    for transport in transports:
+        transport.close()

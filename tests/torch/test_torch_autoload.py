@@ -13,6 +13,7 @@ import preloaded
 import pytest
 import torch
 import torch.distributed as dist
+from gpus import has_gpu
 
 from hoop.torch_backend import autoload
 
@@ -59,7 +60,7 @@ print(*names, *configurations)
 
 
 REPLACED, KEPT = (f"{name} {name} nccl hoop cpu:{name},cuda:nccl cpu:{name}" for name in ("hoop", "gloo"))
-HAS_ACCELERATOR = torch.accelerator.is_available()
+HAS_ACCELERATOR = has_gpu() or torch.backends.mps.is_available()
 """Then the default backend is its own."""
 
 

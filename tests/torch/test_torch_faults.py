@@ -21,8 +21,6 @@ from hoop.errors import DeadlineExceeded, PeerLost
 
 MakeWorld = Callable[..., World]
 RunRanks = Callable[..., list[Any]]
-SOON_S = 60.0
-"""Far below the timeout of a group, but long enough for a busy machine."""
 VICTIM = 2
 
 
@@ -61,9 +59,9 @@ def backward(rank: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def die_or_report(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bool]:
-    """The victim kills itself when the others are about to wait. They return their error, when it was raised, and
-    whether it is a PeerLost."""
+def die_or_report(rank: int, doing: Callable[[int], None]) -> tuple[str, bool]:
+    """The victim kills itself when the others are about to wait. They return their error and whether it is a
+    PeerLost."""
     world = dist.distributed_c10d._world
     if doing is over_tcp:
         os.environ["HOOP_TRANSPORT"] = "tcp"
@@ -73,25 +71,20 @@ def die_or_report(rank: int, doing: Callable[[int], None]) -> tuple[str, float, 
     dist.barrier()
     if rank == VICTIM and doing is with_a_forked_child and os.fork() == 0:
         deadline = time.monotonic() + LONG_S
-        while not os.path.exists(os.environ["FAULT_LOG"] + ".over") and time.monotonic() < deadline:
+        while not os.path.exists(os.environ["FAULT_OVER"]) and time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(0)
     if rank == VICTIM:
         for other in (0, 1, 3):
             dist.recv(torch.zeros(1), other)
-        with open(os.environ["FAULT_LOG"], "w") as log:
-            log.write(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     dist.send(torch.zeros(1), VICTIM)  # lets the victim die
     if doing in (subgroup, over_tcp) and rank == 0:
-        return "not in that group", 0.0, True
+        return "not in that group", True
     with pytest.raises(RuntimeError) as error:
         doing(rank)
-    raised_at = time.time()
-    started = time.monotonic()
     dist.destroy_process_group()
-    assert time.monotonic() - started < SOON_S, "destroying a broken group must be quick"
-    return str(error.value), raised_at, isinstance(error.value, PeerLost)
+    return str(error.value), isinstance(error.value, PeerLost)
 
 
 @pytest.mark.parametrize(
@@ -110,22 +103,21 @@ def die_or_report(rank: int, doing: Callable[[int], None]) -> tuple[str, float, 
 def test_a_killed_rank_is_named_before_any_timeout(
     world: MakeWorld, tmp_path: Path, doing: Callable[[int], None], title: str
 ) -> None:
-    log = tmp_path / "fault"
-    ranks = world(4)
-    ranks.start(with_environment, {"FAULT_LOG": str(log)}, die_or_report, doing)
+    over = tmp_path / "over"
+    ranks = world(4, timeout=100 * LONG_S)  # a rank that waits for it fails the test
+    ranks.start(with_environment, {"FAULT_OVER": str(over)}, die_or_report, doing)
     reports = {rank: ranks.result(rank) for rank in range(4) if rank != VICTIM}
-    (tmp_path / "fault.over").touch()
+    over.touch()
     ranks.processes[VICTIM].join()
     assert ranks.processes[VICTIM].exitcode == -signal.SIGKILL
-    died_at = float(log.read_text())
-    for rank, (message, raised_at, is_peer_lost) in reports.items():
+    for rank, (message, is_peer_lost) in reports.items():
         if message == "not in that group":
             continue
         group_rank = VICTIM - 1 if doing in (subgroup, over_tcp) else VICTIM
-        assert raised_at - died_at < SOON_S
-        assert f"rank {group_rank} (global rank {VICTIM}) is gone" in message, message
         pattern = rf"\(global rank {rank}\) of group '.*': {title} (failed|cannot run any more)"
         assert re.search(pattern, message), message
+        named = re.findall(r"rank \d+ \(global rank \d+\) (?:is gone|has left)", message)
+        assert named[0] == f"rank {group_rank} (global rank {VICTIM}) is gone", message
         assert is_peer_lost or doing is backward  # torch's C++ code keeps only the message
 
 
@@ -139,7 +131,6 @@ def barrier_without_rank_1(rank: int) -> str:
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
         return ""
-    started = time.monotonic()
     options = dist.BarrierOptions()
     options.timeout = timedelta(seconds=0.3)  # the oldest supported dist.barrier has no timeout argument
     world = dist.group.WORLD
@@ -147,7 +138,6 @@ def barrier_without_rank_1(rank: int) -> str:
     with pytest.raises(RuntimeError) as error:
         world.barrier(options).wait()
     assert isinstance(error.value, DeadlineExceeded)
-    assert 0.3 <= time.monotonic() - started < 0.3 + SOON_S
     with pytest.raises(RuntimeError, match="all_reduce cannot run any more"):
         dist.all_reduce(torch.ones(1))
     dist.send(torch.zeros(1), 1)
@@ -185,9 +175,7 @@ def destroy_with_pending_operations(rank: int) -> None:
     if rank == 0:
         work = group.allreduce([torch.ones(3)])
         queued = group.barrier()
-        started = time.monotonic()
         dist.destroy_process_group(group)
-        assert time.monotonic() - started < SOON_S
         for one in (work, queued):
             with pytest.raises(RuntimeError, match=r"this process group is destroyed|closed"):
                 one.wait()
@@ -195,7 +183,7 @@ def destroy_with_pending_operations(rank: int) -> None:
 
 
 def test_a_group_can_be_destroyed_with_pending_operations(run_ranks: RunRanks) -> None:
-    run_ranks(2, destroy_with_pending_operations)
+    run_ranks(2, destroy_with_pending_operations, timeout=100 * LONG_S)
 
 
 def leave_early(rank: int) -> list[str]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import preloaded
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 from free_ports import free_port
 from world import LONG_S, World
+
+from hoop.errors import InvalidArgument
+from hoop.torch_backend.process_group import HoopProcessGroup
 
 RunRanks = Callable[..., list[Any]]
 MakeWorld = Callable[..., World]
@@ -203,3 +207,10 @@ def test_monitored_barrier_names_the_missing_rank(run_ranks: RunRanks) -> None:
     assert zero[0].startswith("Rank 1 failed to pass monitoredBarrier in 0.3 s")
     assert "Rank 2 successfully reached monitoredBarrier" in two[0]
     assert "not every rank came" in two[0]
+
+
+def test_a_group_that_takes_in_other_ranks_is_refused() -> None:
+    """``init_process_group(enable_reconfigure=True)`` of torch 2.15: at the start, not at its first use."""
+    options = SimpleNamespace(enable_reconfigure=True)
+    with pytest.raises(InvalidArgument, match=r"^enable_reconfigure: .*destroy the group and create it again"):
+        HoopProcessGroup.create(options)

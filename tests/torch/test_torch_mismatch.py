@@ -181,3 +181,16 @@ def exit_after_mismatch(rank: int) -> tuple[list[str], str]:
     if rank == 0:
         os._exit(0)
     return found
+
+
+def errors_of_a_group(rank: int) -> list[str]:
+    group: Any = dist.group.WORLD
+    seen = [group.get_error().name]
+    with pytest.raises(CollectiveMismatch):
+        dist.all_reduce(torch.ones(2 + rank))
+    return [*seen, group.get_error().name]
+
+
+def test_a_broken_group_says_so(run_ranks: RunRanks) -> None:
+    """torch 2.15 asks a backend for its error."""
+    assert run_ranks(2, errors_of_a_group) == [["SUCCESS", "COMM_ERROR"]] * 2

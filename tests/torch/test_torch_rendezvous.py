@@ -23,13 +23,21 @@ from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged
 from hoop.torch_backend import rendezvous
 from hoop.torch_backend.errors import GroupError
 from hoop.torch_backend.rendezvous import ADDRESSES, HOST, GroupRound
+from hoop.transport.link_key import KeyOrigin, LinkKey, own_link_key
 
 TIMEOUT = timedelta(seconds=10 * LONG_S)
 
 
 @pytest.fixture(autouse=True)
 def environment_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "HOOP_TOKEN", "HOOP_TOKEN_FILE", "HOOP_HOST", "HOOP_INSECURE"):
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "HOOP_TOKEN",
+        "HOOP_TOKEN_FILE",
+        "HOOP_HOST",
+        "HOOP_INSECURE",
+        "HOOP_RUN_TOKEN",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -191,13 +199,19 @@ def test_ranks_that_mean_different_groups(world: list[int], reason: str) -> None
         rank_0.result(LONG_S)
 
 
-def start_rank_0_on(store: Any, host: str, has_token: bool = False) -> Future[Any]:
-    """Rank 0 of two, with this host key, up to the point where it waits for the links of rank 1."""
+def start_rank_0_on(
+    store: Any, host: str, origin: KeyOrigin = KeyOrigin.USER, fingerprint: str | None = None
+) -> Future[Any]:
+    """Rank 0 of two, with this host key, up to the point where it waits for the links of rank 1.
+
+    ``fingerprint``: of its key; None: of the key that rank 1 has too.
+    """
+    fingerprint = own_link_key().fingerprint if fingerprint is None else fingerprint
 
     def rank_0() -> None:
         peer = GroupRound("g", store, 0, range(2), TIMEOUT)
-        found = [json.loads(one)[1] for one in peer.exchange(HOST, json.dumps([host, has_token]))]
-        rendezvous._check_tokens(peer, found)
+        exchanged = peer.exchange(HOST, json.dumps([host, origin, fingerprint]))
+        rendezvous._check_tokens(peer, [json.loads(identity)[1] for identity in exchanged])
         peer.exchange(ADDRESSES, "1")
 
     return in_thread(rank_0)
@@ -239,28 +253,67 @@ def test_listening_beyond_loopback_without_a_token_warns(
 ) -> None:
     monkeypatch.setenv("HOOP_INSECURE", "0")
     with pytest.raises(InvalidArgument, match="can be reached from other machines"):
-        rendezvous._check_exposure("192.0.2.1", b"")
-    monkeypatch.setenv("HOOP_INSECURE", "1")
+        rendezvous._check_exposure("192.0.2.1", own_link_key())
     rendezvous._warn_of_exposure.cache_clear()
     with caplog.at_level(logging.WARNING, "hoop.torch_backend"):
-        rendezvous._check_exposure("192.0.2.1", b"key")
-        rendezvous._check_exposure("127.0.0.1", b"")
+        rendezvous._check_exposure("192.0.2.1", LinkKey(b"key", KeyOrigin.GIVEN))
+        rendezvous._check_exposure("127.0.0.1", own_link_key())
         assert caplog.messages == []
-        for _ in range(2):
-            rendezvous._check_exposure("192.0.2.1", b"")
-    (message,) = caplog.messages
-    assert message.startswith("insecure: 192.0.2.1 can be reached from other machines, and links are not authenticated")
+        monkeypatch.setenv("HOOP_INSECURE", "1")
+        for host in ("192.0.2.1", "192.0.2.1", "127.0.0.1"):
+            rendezvous._check_exposure(host, own_link_key())
+    beyond, here = caplog.messages
+    assert beyond.startswith("insecure: 192.0.2.1 can be reached by other machines, and links are not authenticated")
+    assert here.startswith("insecure: 127.0.0.1 can be reached by other users of this machine, and links are not")
 
 
 def test_a_rank_without_the_token_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    waiting = start_rank_0_on(store, "here/shm", has_token=True)
+    waiting = start_rank_0_on(store, "here/shm", KeyOrigin.GIVEN)
     monkeypatch.setattr(rendezvous, "_host_key", lambda: "here/shm")
     reason = "group 'g' of 2 cannot be made: rank 1 of it started without a token and the others with one"
     with pytest.raises(GroupError, match=f"rank 1: {reason}"):
         connect(store, 1, range(2))
     with pytest.raises(GroupError, match=f"rank 0: {reason}"):
         waiting.result(LONG_S)
+
+
+def test_only_some_ranks_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    waiting = start_rank_0_on(store, "here/shm")
+    monkeypatch.setattr(rendezvous, "_host_key", lambda: "here/shm")
+    monkeypatch.setenv("HOOP_INSECURE", "1")
+    reason = "group 'g' of 2 cannot be made: rank 1 of it started without a key of links .* set HOOP_INSECURE=1 for all"
+    with pytest.raises(GroupError, match=f"rank 1: {reason}"):
+        connect(store, 1, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        waiting.result(LONG_S)
+
+
+def test_a_rank_with_another_token_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example ranks of one machine whose XDG_RUNTIME_DIR differ, or a second machine with an old token."""
+    store = dist.HashStore()
+    waiting = start_rank_0_on(store, "here/shm", fingerprint="another")
+    monkeypatch.setattr(rendezvous, "_host_key", lambda: "here/shm")
+    reason = (
+        "group 'g' of 2 cannot be made: rank 1 cannot open its links: rank 0 has another token than rank 1; start all "
+        "ranks with the same HOOP_TOKEN or HOOP_TOKEN_FILE .*, with the same XDG_RUNTIME_DIR"
+    )
+    with pytest.raises(GroupError, match=f"rank 1: {reason}"):
+        connect(store, 1, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        waiting.result(LONG_S)
+
+
+def test_a_runtime_folder_that_others_can_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hoop").mkdir(mode=0o755)
+    (tmp_path / "hoop").chmod(0o755)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    store = dist.HashStore()
+    with pytest.raises(
+        RuntimeError, match=r"cannot be made: rank 1: .*mode 755.*chmod 700.* HOOP_TOKEN_FILE=FILE \(hoop token FILE"
+    ):
+        connect(store, 1, range(2))
 
 
 def test_a_rank_with_an_unreadable_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -73,6 +73,21 @@ def test_data_parallel_equals_training_on_one_rank(run_ranks: RunRanks, size: in
     run_ranks(size, data_parallel, size, options)
 
 
+def compiled(rank: int, in_place: bool) -> None:
+    """Dynamo looks at the methods that DDP's reducer calls in the compiled forward: from the second step on."""
+    model = DistributedDataParallel(net())
+    if in_place:
+        model.compile(backend="eager")
+    run: Any = model if in_place else torch.compile(model, backend="eager")
+    trained = train_model(run, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, 2)
+    assert_close(trained, train_on_one_rank())
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "ddp.compile"])
+def test_compiled_data_parallel_equals_training_on_one_rank(run_ranks: RunRanks, in_place: bool) -> None:
+    run_ranks(2, compiled, in_place)
+
+
 def hooks(rank: int) -> None:
     for hook, state in (
         (default_hooks.allreduce_hook, None),

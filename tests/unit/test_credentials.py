@@ -10,7 +10,7 @@ import pytest
 
 from hoop.errors import InvalidArgument
 from hoop.launch.forked import own_coordinator
-from hoop.transport.registry import key_of_environment
+from hoop.transport.link_key import key_of_environment
 from hoop.wire.auth import AUTHORITY, CERTIFICATE, KEY, Certificates, find_credentials
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token

@@ -203,8 +203,8 @@ def test_a_device_that_loads_a_job_is_not_dead_while_it_sends_heartbeats(monkeyp
 
         def advance(seconds: float, *senders: int) -> None:
             nonlocal now
-            for _ in range(2 * int(seconds)):
-                now += 0.5
+            for _ in range(8 * int(seconds)):
+                now += 0.125
                 for key in senders:
                     coordinator.apply(m.Heartbeat(key, "a", now))
                 coordinator.apply(m.Tick(now))

@@ -208,3 +208,28 @@ def test_threads_share_one_log() -> None:
     assert all(numbers == sorted(numbers) for numbers in published)
     assert sorted(number for numbers in published for number in numbers) == sorted(received) == list(range(1, 1001))
     assert [event.sequence for event in log.after()] == list(range(501, 1001))
+
+
+def test_a_listener_that_fails_is_reported_once_and_stops_nothing() -> None:
+    texts: list[str] = []
+    seen: list[str] = []
+
+    def report(text: str) -> None:
+        texts.append(text)
+        log.publish("listener_failed", text)
+
+    log = EventLog(on_listener_error=report)
+
+    def broken(event: Event) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    log.subscribe(broken)
+    unsubscribe = log.subscribe(broken)
+    log.subscribe(lambda event: seen.append(event.kind))
+    for _ in range(3):
+        log.publish("count", "")
+    assert len(texts) == 2
+    assert texts[0].endswith("broken failed: BrokenPipeError: [Errno 32] Broken pipe")
+    assert sorted(seen) == ["count"] * 3 + ["listener_failed"] * 2
+    assert [event.kind for event in log.after()][:1] == ["count"]
+    unsubscribe()

@@ -119,5 +119,6 @@ def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkey
     runtime_folder_of_another = tmp_path / "hoop"
     runtime_folder_of_another.mkdir(mode=0o700)
     monkeypatch.setattr("hoop.wire.tokens.runtime_folder", lambda: runtime_folder_of_another)
-    with pytest.raises(FailedPrecondition, match=rf"user {user - 1} owns it"):
+    with pytest.raises(FailedPrecondition, match=rf"user {user - 1} owns it") as refused:
         find_token(HERE)
+    assert "chmod" not in str(refused.value), "only its owner could"

@@ -11,9 +11,11 @@ from hoop.errors import UserError
 from hoop.resources import (
     FORKED,
     LEADER,
+    LEAST_GROWING,
     STARTED,
     Request,
     Resources,
+    _largest_arena,
     admission_error,
     cgroup_folders,
     cgroup_memory_left,
@@ -105,6 +107,33 @@ def test_existing_arenas_need_no_extra_disk(tmp_path: Path) -> None:
     machine = Resources(disk=GIB)
     assert admission_error(Request(8, 256 * MIB, STARTED, tmp_path), machine) is not None
     assert admission_error(Request(8, 256 * MIB, STARTED, tmp_path, existing=8), machine) is None
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 16])
+@pytest.mark.parametrize(
+    ("machine", "most"),
+    [
+        (LAPTOP, 23 * GIB),
+        (CONTAINER, GIB),  # on disk, and paged where it is larger than memory
+        (Resources(memory=64 * GIB, shared_memory=8 * GIB, disk=90 * GIB), 8 * GIB),
+        (Resources(), 1 << 40),
+    ],
+)
+def test_an_arena_may_grow_up_to_its_share_of_the_machine(devices: int, machine: Resources, most: int) -> None:
+    arena = _largest_arena(devices, FORKED, machine, None)
+    assert LEAST_GROWING <= arena <= most // devices
+    assert admission_error(Request(devices, arena), machine) is None
+    assert arena > 0.7 * most // devices or machine is CONTAINER
+
+
+def test_an_arena_that_grows_respects_the_limit_of_address_space() -> None:
+    assert _largest_arena(2, FORKED, LAPTOP, GIB) == 512 * MIB
+
+
+def test_where_nothing_fits_an_arena_that_grows_is_small_and_refused() -> None:
+    machine = Resources(memory=100 * MIB)
+    assert _largest_arena(2, FORKED, machine, None) == LEAST_GROWING
+    assert admission_error(Request(2, LEAST_GROWING), machine) is not None
 
 
 # ---- reading limits

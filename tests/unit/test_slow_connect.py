@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from hoop.wire.channels import channel_options
+from hoop.wire.channels import LEASE_S, channel_options
 
 TIMEOUT_S = 120.0
 DELAY_S = 0.5
@@ -52,7 +52,7 @@ def test_a_server_that_answers_a_connection_after_half_a_second_is_reached() -> 
 
         served = threads.submit(answer_late)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with grpc.insecure_channel(address, options=channel_options()) as channel:
+        with grpc.insecure_channel(address, options=channel_options(LEASE_S)) as channel:
             assert channel.unary_unary("/any/method", None, None)(b"hello", timeout=TIMEOUT_S) == b"hello"
         served.result(TIMEOUT_S)
     assert len(attempts) == 1

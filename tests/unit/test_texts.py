@@ -18,7 +18,7 @@ from hoop.report import strict_json
 from hoop.runs.run_recorder import saved_settings
 from hoop.simulate.cluster import read_cluster
 from hoop.simulate.cost_model import Costs
-from hoop.texts import MAX_TEXT_BYTES, parse_json, parse_printable_json, printable, printable_json
+from hoop.texts import MAX_TEXT_BYTES, counted, parse_json, parse_printable_json, printable, printable_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import MAX_SETTINGS_BYTES, check_settings, job_name
 
@@ -159,3 +159,8 @@ def test_settings_of_exactly_the_limit_are_accepted() -> None:
 )
 def test_job_name(settings: str, name: str) -> None:
     assert job_name(settings) == name
+
+
+def test_numbers_of_things_are_in_words() -> None:
+    shown = [counted(number, "device") for number in (0, 1, 2, 1024)] + [counted(2, "recovery"), counted(1, "recovery")]
+    assert shown == ["0 devices", "1 device", "2 devices", "1,024 devices", "2 recoveries", "1 recovery"]

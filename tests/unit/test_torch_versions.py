@@ -126,11 +126,14 @@ def test_hoop_train_rejects_an_older_version(torch_is: Any) -> None:
 def test_hoop_train_warns_about_a_newer_version(torch_is: Any) -> None:
     from hoop.cli.device_source import DeviceSource
     from hoop.cli.train import RunFolder, _launch
+    from hoop.runs.clean_process import LoadWatch
 
     torch_is(NEW)
     coordinator = Addresses.parse("127.0.0.1:1", "--coordinator")
     source = DeviceSource(2, timeout_s=1.0, coordinator=coordinator)
-    launch = _launch("mnist", {}, 1 << 20, RunFolder(None, resume=False, begin_again=False), source)
+    launch = _launch(
+        "mnist", {}, 1 << 20, RunFolder(None, resume=False, begin_again=False), source, LoadWatch(executes=False)
+    )
     (warning,) = launch.warnings
     assert re.match(TOO_NEW, warning)
 

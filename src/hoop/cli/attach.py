@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,14 +32,14 @@ def attach(
     ends only this command, not the job. Come back as often as you like, also after the job has ended, as long as its
     devices are there.
     """
-    from hoop.cli.training_view import PlainView, View
+    from hoop.cli.training_view import check_kept, find_view, show_result
     from hoop.runs import job_follower
     from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
     address = Addresses.parse(coordinator, "--coordinator")
     credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
-    view = PlainView() if json else View()
+    view = find_view(json)
     result: dict[str, Any] = {}
     number = 0
     events = job_follower.attach(address, job, out, stop, credentials)
@@ -54,7 +53,7 @@ def attach(
                         view.say(f"job {number}, {event.name}: {event.status}")
                     case ev.Finished() as event:
                         result = event.result
-                view.note(observed.event)
+                view.show(observed.event)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, the terminal was closed
         if number:
             again = attach_command(number, address, token_file, tls)
@@ -62,10 +61,8 @@ def attach(
         raise
     finally:
         events.close()  # type: ignore[attr-defined]
-    if json:
-        typer.echo(json_module.dumps({"job_id": number, **result}))
-    else:
-        view.summary(result, out)
+    show_result({"job_id": number, **result}, out, json)
+    check_kept(result, out)
 
 
 def attach_command(job: int, address: Address | Addresses, token_file: Path | None, tls: Path | None) -> str:

@@ -11,6 +11,10 @@ import typer
 
 from hoop.cli import options
 from hoop.cli.output import echo
+from hoop.strategies.catalog import parse
+from hoop.strategies.data_parallel import DataParallel
+from hoop.strategies.parameter_server import ParameterServer
+from hoop.texts import counted
 
 
 def audit(
@@ -31,18 +35,20 @@ def audit(
         echo(f"does not hold: {found.violation}")
     else:
         echo(
-            f"holds: {found.steps} steps, {found.epochs} whole epoch{'s' * (found.epochs != 1)} of {found.samples:,} "
-            "samples, each in exactly one step of an epoch"
+            f"holds: {counted(found.steps, 'step')}, {counted(found.epochs, 'whole epoch')} of "
+            f"{counted(found.samples, 'sample')}, each in exactly one step of an epoch"
         )
         shards = ", ".join(f"device {device} {count:,}" for device, count in found.shards.items())
-        echo(f"  shards computed: {shards}")
+        cut = found.strategy and not isinstance(parse(found.strategy), DataParallel | ParameterServer)
+        how = f"by all stages of {found.strategy} in turn; the last was on" if cut else "by"
+        echo(f"  shards computed {how}: {shards}")
         for one in found.taken_over:
             by = ", ".join(f"{shard} by device {device}" for shard, device in one["by"].items())
             lost = ", ".join(map(str, one["lost"])) or "none"
             echo(f"  step {one['step']}: device {lost} lost; shards computed again: {by}")
         if found.resumed:
             steps = ", ".join(map(str, found.resumed))
-            echo(f"  went on after step {steps}; {found.repeated} steps were done again")
+            echo(f"  went on after step {steps}; {counted(found.repeated, 'step')} were done again")
         echo(f"  checkpoints: {', '.join(reversed(found.checkpoints)) or 'none'}")
     if not found.holds:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -45,21 +46,23 @@ def calibrate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.resources import available_cores
     from hoop.runs.calibration_run import calibrated_on_devices, calibrated_on_gpu
+    from hoop.runs.clean_process import LoadWatch
     from hoop.runs.job_lookup import load_job, with_absolute_path
 
     make_folder(out.parent, "--out")
-    found = load_job(with_absolute_path(job))
     changes = {"batch_size": batch_size, "shards": shards, "accelerator": accelerator}
-    settings = (
-        found.defaults(with_absolute_path(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
-    )
-    if accelerator == "cpu":
-        count = devices or available_cores()
-        typer.echo(f"measuring {job} on {count} device{'s' * (count > 1)} …", err=True)
-        costs = calibrated_on_devices(settings, count, size)
-    else:
-        typer.echo(f"measuring a step of {job} on the GPU …", err=True)
-        costs = calibrated_on_gpu(settings, size)
+    with contextlib.closing(LoadWatch(executes=":" in job)) as watch:
+        watch.begin()
+        name = with_absolute_path(job)
+        known = load_job(name).defaults(name)
+        settings = known.replaced({key: value for key, value in changes.items() if value is not None}).check()
+        if accelerator == "cpu":
+            count = devices or available_cores()
+            typer.echo(f"measuring {job} on {count} device{'s' * (count > 1)} …", err=True)
+            costs = calibrated_on_devices(settings, count, size, watch.choose())
+        else:
+            typer.echo(f"measuring a step of {job} on the GPU …", err=True)
+            costs = calibrated_on_gpu(settings, size, watch.choose())
     write_text(out, costs.to_json())
     if json:
         typer.echo(costs.to_json())

@@ -39,7 +39,8 @@ COMMANDS = (
     "reproduce",
 )
 """The commands in the order of ``hoop --help``. Each is the function of this name in the module of this name."""
-
+PRINTING = ("evaluate", "audit", "drain", "status", "events", "doctor", "token", "bench", "simulate", "plan")
+"""The commands whose result is what they print. They fail if it cannot be written; the others do their work anyway."""
 
 DASHBOARD_PORT = "8787"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hoop.cli import options
+from hoop.cli.output import log_event
 from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument
 
@@ -41,7 +42,7 @@ def configure(
     port: int,
     access: AccessOptions,
     lab: LabOptions,
-    lease: str,
+    lease: str | None,
     timeout: str,
     journal: JournalLocation | None,
 ) -> CoordinatorConfig:
@@ -53,6 +54,7 @@ def configure(
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
     from hoop.topology import Address
     from hoop.wire.auth import Credentials, find_credentials
+    from hoop.wire.channels import default_lease_s
     from hoop.wire.roles import Role
     from hoop.wire.tokens import LocalToken
 
@@ -61,6 +63,7 @@ def configure(
     seconds = parse_duration(timeout, "--timeout")
     if not seconds:
         raise InvalidArgument("--timeout: an operation needs more than 0 s")
+    lease_s = default_lease_s(Address(host, port)) if lease is None else parse_duration(lease, "--lease")
     credentials = find_credentials(Role.COORDINATOR, token_file=access.token_file, tls=access.tls)
     local_token = None
     dialect = options.check_dialect(lab.dialect)
@@ -73,7 +76,7 @@ def configure(
         journal=journal,
         count_unit=lab.count_unit,
         timeout_s=seconds,
-        detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
+        detector=DetectorConfig(lease_s=lease_s),
         insecure=access.insecure,
         credentials=credentials,
         local_token=local_token,
@@ -106,7 +109,7 @@ def coordinator(
     lab: options.Lab = False,
     lab_dialect: options.LabDialect = None,
     count_unit: options.CountUnit = "dialect",
-    lease: options.Lease = "1.5s",
+    lease: options.Lease = None,
     timeout: options.Timeout = "60s",
     restart_grace: Annotated[
         str,
@@ -153,7 +156,7 @@ def coordinator(
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
         server = CoordinatorServer(config)
-        server.coordinator.events.subscribe(lambda event: typer.echo(event.text, err=True))
+        server.coordinator.events.subscribe(log_event)
         written = False
         try:
             starting = asyncio.ensure_future(server.start())
@@ -166,7 +169,7 @@ def coordinator(
             options.warn_of_open_lab(config)
             served = {"metrics": server.metrics.url} if server.metrics is not None else {}
             typer.echo(json_module.dumps({"coordinator": str(address)} | served) if json else f"coordinator {address}")
-            await stopping.unless(asyncio.ensure_future(server.coordinator.wait_leadership_lost()))
+            await stopping.unless(asyncio.ensure_future(server.coordinator.wait_failed()))
         finally:
             await server.stop()
             if address_file is not None and written:  # else the file is another command's

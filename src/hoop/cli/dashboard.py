@@ -113,6 +113,8 @@ def dashboard(
         else:
             for name, value in shown.items():
                 echo(f"{name} {value}", err=True)
+            if access is None:
+                echo("every user of this machine can open the page; with --login it asks for a token", err=True)
             echo(f"dashboard {server.url}")  # Last: a script that has read the address finds the passwords printed.
         run_event_loop(wait)
 

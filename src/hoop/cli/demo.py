@@ -16,6 +16,7 @@ from hoop.cli import options
 from hoop.cli.dashboard import CALL_S, close_tools, predicted_seconds, simulated
 from hoop.cli.output import echo
 from hoop.errors import FailedPrecondition, InternalError
+from hoop.texts import counted
 
 if TYPE_CHECKING:
     from hoop.client.cluster import Cluster
@@ -60,7 +61,7 @@ def demo(
 
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hoop-demo-"))
-        echo(f"starting {devices} devices …", err=True)
+        echo(f"starting {counted(devices, 'device')} …", err=True)
         processes = stack.enter_context(ClusterProcesses(Path(scratch), devices, MEMORY))
         actor = DemoActor(processes)
         stack.callback(actor.close)

@@ -130,6 +130,8 @@ def device(
             elif not quiet:
                 typer.echo(f"device {info.device_id} {info.address}")
             await stopping.wait(server.dismissed)
+            if server.failure is not None:
+                raise server.failure
         finally:
             await stop_device(server, stopping)
             if address_file is not None and written:
@@ -192,6 +194,7 @@ async def stop_device(server: DeviceServer, stopping: Stopping) -> None:
         again.cancel()
         handing_over.cancel()
         await asyncio.gather(again, handing_over, return_exceptions=True)
-        if not handing_over.cancelled():
-            handing_over.result()
+        if not handing_over.cancelled() and (error := handing_over.exception()) is not None:
+            await server.stop()
+            raise error
     await server.stop()

@@ -21,7 +21,7 @@ from hoop import torch_versions
 from hoop.cli import options
 from hoop.config import parse_duration
 from hoop.errors import HoopError, InvalidArgument
-from hoop.resources import TRAINING, Request, admit
+from hoop.resources import LEAST_GROWING, TRAINING, Request, admit
 from hoop.schedulers.catalog import RAY, find_placement
 from hoop.topology import Address, Addresses, DeviceRange, PortRange
 
@@ -91,8 +91,12 @@ class DeviceSource:
 
         return replace(self, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
 
-    def admit(self, memory: int) -> None:
-        """Refuses more devices than this machine has memory for. One process of a host checks for all of them."""
+    def admit(self, memory: int | None) -> None:
+        """Refuses more devices than this machine has memory for. One process of a host checks for all of them.
+
+        ``memory``: bytes of a device's arena; None: it grows with what the job needs.
+        """
+        memory = memory or LEAST_GROWING
         if self.placement is not None:
             if self.placement.local_rank == 0:
                 processes = self.placement.local_world_size
@@ -193,7 +197,7 @@ def _ray(on: str | None, devices: DeviceRange | None, timeout_s: float, given: M
     return where if devices is None else where.with_range(devices)
 
 
-def run_rank_of_scheduler(source: DeviceSource, job: str | None, changes: Mapping[str, Any], memory: int) -> int:
+def run_rank_of_scheduler(source: DeviceSource, job: str | None, changes: Mapping[str, Any], memory: int | None) -> int:
     """Loads the job and its data, and runs the device of a rank other than 0; returns the exit code.
 
     Errors name the rank and its host: the job's code or data may be missing on one of many.

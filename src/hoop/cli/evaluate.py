@@ -10,6 +10,7 @@ import typer
 
 from hoop.cli import options
 from hoop.cli.output import echo
+from hoop.texts import counted
 
 Run = Annotated[Path, typer.Argument(help="A run's folder (what --out named), or one of its checkpoints.")]
 JobName = Annotated[
@@ -27,19 +28,19 @@ def evaluate(run: Run, job: JobName = None, json: options.Json = False) -> None:
 
     In a run's folder it takes the newest checkpoint whose checksum holds.
     """
-    from hoop.runs.export import load_trained, measure
+    from hoop.runs.export import load_weights, measure, with_model
 
-    one = load_trained(run, job)
-    for warning in one.found.warnings:
+    weights = load_weights(run)
+    for warning in weights.found.warnings:
         echo(f"warning: {warning}", err=True)
-    found = measure(one)
+    results = measure(with_model(weights, job))
     if json:
-        typer.echo(json_module.dumps(found))
+        typer.echo(json_module.dumps(results))
         return
-    training = found["split"] == "train"
+    training = results["split"] == "train"
     kind = "training accuracy" if training else "accuracy"
-    accuracy = "" if found["accuracy"] is None else f"{kind} {found['accuracy']:.2%}  "
+    accuracy = "" if results["accuracy"] is None else f"{kind} {results['accuracy']:.2%}  "
     which = "training samples: the job has no test data" if training else "test samples"
-    echo(f"{accuracy}loss {found['loss']:.4f}  on {found['samples']:,} {which}")
-    echo(f"  {found['job']} after {found['steps']} steps, {found['checkpoint']}")
-    echo(f"  weights sha256 {found['weights_sha256']}")
+    echo(f"{accuracy}loss {results['loss']:.4f}  on {results['samples']:,} {which}")
+    echo(f"  {results['job']} after {counted(results['steps'], 'step')}, {results['checkpoint']}")
+    echo(f"  weights sha256 {results['weights_sha256']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 import time
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from hoop.cli import options
 from hoop.cli.output import echo
+from hoop.standard_streams import lost
 
 
 def events(
@@ -28,6 +30,8 @@ def events(
     credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
     with hoop.connect(coordinator, credentials=credentials) as cluster:
         for event in cluster.events(after, follow):
+            if lost(sys.stdout):  # its reader has left
+                break
             if json:
                 plain = {"sequence": event.sequence, "time": event.time, "kind": event.kind, "text": event.text}
                 typer.echo(json_module.dumps({**plain, "fields": dict(event.fields)}))

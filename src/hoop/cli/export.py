@@ -12,6 +12,7 @@ from hoop.cli import options
 from hoop.cli.evaluate import JobName, Run
 from hoop.cli.output import echo
 from hoop.config import format_size
+from hoop.texts import counted
 
 
 def export(
@@ -25,16 +26,22 @@ def export(
     job: JobName = None,
     json: options.Json = False,
 ) -> None:
-    """Write a trained model's weights, without optimizer state and position, for other programs."""
-    from hoop.runs.export import export as write
-    from hoop.runs.export import load_trained
+    """Write a trained model's weights, without optimizer state and position, for other programs.
 
-    one = load_trained(run, job)
-    for warning in one.found.warnings:
+    model.safetensors and model.npz need no code of the job, also for a run of [bold]hoop.train[/bold] with objects of
+    a program. With --job, and for recipes, they have all names of the model's state_dict; without it a weight that two
+    modules share is there once, under its first name.
+    """
+    from hoop.runs.export import export as write
+    from hoop.runs.export import load_weights
+
+    weights = load_weights(run)
+    for warning in weights.found.warnings:
         echo(f"warning: {warning}", err=True)
-    write(one, to)
-    written = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": one.weights_sha256}
+    write(weights, to, job)
+    written = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": weights.weights_sha256}
     if json:
         typer.echo(json_module.dumps(written))
     else:
-        echo(f"{to}  {format_size(to.stat().st_size)}  {one.settings.job} after {one.steps} steps")
+        steps = counted(weights.steps, "step")
+        echo(f"{to}  {format_size(to.stat().st_size)}  {weights.settings.job} after {steps}")

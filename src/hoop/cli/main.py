@@ -2,7 +2,8 @@
 
 Exit codes: 0 done · 1 a bug, an audit that does not hold, or a problem that ``hoop doctor`` found · 2 a mistake in what
 was asked · 3 a peer failed or did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. ``hoop run`` ends with the code of
-the failed rank.
+the failed rank. A command whose result is what it prints ends with 1 if that could not be written; all others with the
+code of what they did, whether anybody reads their output or not.
 
 Nothing is imported here that takes time: a Ctrl-C during an import outside of ``main`` would end in a traceback.
 """
@@ -13,16 +14,25 @@ import os
 import sys
 
 from hoop.errors import HoopError, exit_code
+from hoop.standard_streams import guard, lost
 
 
 def main() -> None:
     """The entry point."""
     # gRPC's own log repeats what a peer sent, escape characters included. Errors come back with the call.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    guard()
     try:
         _run()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BaseException as error:
+        from hoop.cli.running import signal_behind
+
+        if (received := signal_behind(error)) is None:
+            raise
+        received.delivered = True
+        sys.exit(received.code)
 
 
 def _run() -> None:
@@ -41,3 +51,20 @@ def _run() -> None:
             raise
         echo(f"hoop: {error.filename}: {error.strerror}", err=True)  # a path that was given
         sys.exit(2)
+    except SystemExit as ending:
+        if not ending.code:
+            _check_printed()
+        raise
+
+
+def _check_printed() -> None:
+    """Exits with status 1 if the command's output is its result, and was lost."""
+    from hoop.cli.commands import PRINTING
+    from hoop.cli.output import echo
+
+    why = lost(sys.stdout)
+    if why is None or not set(sys.argv[1:2]) & set(PRINTING):
+        return
+    if not isinstance(why, BrokenPipeError):
+        echo(f"hoop: standard output: {why.strerror}: what this command prints is not whole", err=True)
+    sys.exit(1)

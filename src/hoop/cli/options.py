@@ -38,6 +38,13 @@ Memory = Annotated[
         help="A device's memory, in bytes or like 256MiB, 2GB. A device that uses a GPU has as much on the GPU too."
     ),
 ]
+JobMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="A device's memory, in bytes or like 256MiB, 2GB. A device that uses a GPU has as much on the GPU too.",
+        show_default="what the job needs",
+    ),
+]
 DeviceAccelerator = Annotated[
     str,
     typer.Option(
@@ -169,7 +176,15 @@ Metrics = Annotated[
         "for scrapers that send a client's token. 0 picks a free port.",
     ),
 ]
-Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")]
+Lease = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DURATION",
+        help="Lease of a device: it is dead after this long without a sign of life. A process that ends is noticed at "
+        "once, and one that runs on the coordinator's host is never dead. Default: 20s if the coordinator listens on "
+        "loopback, else 1.5s.",
+    ),
+]
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hoop.events import Event
+from hoop.standard_streams import lost
 from hoop.texts import printable
 
 if TYPE_CHECKING:
@@ -26,6 +28,13 @@ def shown(text: object) -> str:
 def echo(text: object, err: bool = False) -> None:
     """Prints a line on standard output, or on standard error."""
     typer.echo(shown(text), err=err)
+
+
+def log_event(event: Event) -> None:
+    """Prints an event of a coordinator on standard error. Raises if the log could not be written."""
+    echo(event.text, err=True)
+    if error := lost(sys.stderr):
+        raise OSError(error.errno, f"standard error: {error.strerror}; what is printed there is not whole")
 
 
 def plain(text: object, style: str = "") -> Text:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -185,13 +184,8 @@ def _printer() -> Callable[[int, Stream, bytes], None]:
     prefixes = {stream: _prefix(target) for stream, target in targets.items()}
 
     def show(rank: int, stream: Stream, line: bytes) -> None:
-        target = targets[stream]
-        try:
-            target.buffer.write(prefixes[stream](rank) + line + b"\n")
-            target.buffer.flush()
-        except BrokenPipeError:
-            # The reader (head, less) has left. The ranks go on; their output goes nowhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
+        targets[stream].buffer.write(prefixes[stream](rank) + line + b"\n")
+        targets[stream].buffer.flush()
 
     return show
 

@@ -39,16 +39,24 @@ class RunDashboard:
             address_file = Path(self._folder.name) / "address"
         self.address_file = address_file
         self._process: subprocess.Popen[str] | None = None
+        self._failed = False
 
     def start(self, say: Callable[[str], None]) -> None:
         """Starts it if the coordinator is up and it does not run yet; ``say`` gets its address. Does not wait.
 
         Not before the devices are forked from this process: it has a thread from then on.
         """
-        if self._process is not None or not self.address_file.exists():
+        if self._failed or self._process is not None or not self.address_file.exists():
             return
-        arguments = ["--coordinator", self.address_file.read_text().strip(), "--port", str(self._port)]
-        self._process = start_process("dashboard", *arguments, LEAVE_WITH_STDIN, *self._options, stdout=subprocess.PIPE)
+        try:
+            arguments = ["--coordinator", self.address_file.read_text().strip(), "--port", str(self._port)]
+            self._process = start_process(
+                "dashboard", *arguments, LEAVE_WITH_STDIN, *self._options, stdout=subprocess.PIPE
+            )
+        except OSError as error:  # no memory for a process, no descriptor: the run goes on
+            self._failed = True
+            say(f"the dashboard could not be started: {error}")
+            return
         threading.Thread(target=self._show, args=(self._process, say), name="hoop-run-dashboard", daemon=True).start()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hoop.signals import defer_signals
+from hoop.standard_streams import guard
 
 AGAIN_S = 0.02
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,7 +39,11 @@ def end_by_signals() -> None:
 
 
 def run_event_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """``asyncio.run(main())``, where a signal cannot interrupt the making of the event loop and leave it half made."""
+    """Runs a server: ``asyncio.run(main())``, where a signal cannot leave the event loop half made.
+
+    Its log does not wait for a reader.
+    """
+    guard(patient=False)
     with defer_signals():
         runner = asyncio.Runner()
         runner.get_loop()
@@ -46,12 +51,34 @@ def run_event_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
-class _Signalled(SystemExit):
-    """Raised by a signal."""
+class Signalled(SystemExit):
+    """Raised by a signal. If code drops this error before it ends the command, the signal is sent again.
+
+    Libraries drop it: PyTorch, for example, goes on without NumPy if the import of NumPy raises any error.
+    """
+
+    delivered = False
+    """True as soon as it ends the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+
+    def __del__(self) -> None:
+        if not self.delivered and not sys.is_finalizing():
+            _send_later(self.number)
+
+
+def signal_behind(error: BaseException) -> Signalled | None:
+    """The signal that caused this error: a library may raise another one in its place."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, Signalled):
+            return cause
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 class _Resending:
@@ -64,18 +91,20 @@ def _exit(number: int, _: object) -> None:
     if _Resending.active:
         _send_later(number)
     else:
-        raise _Signalled(number)
+        raise Signalled(number)
 
 
 def _resend_dropped_signal(what: sys.UnraisableHookArgs) -> None:
     """Sends a signal again if Python dropped its exception, raised in a destructor or a fork hook."""
     error = what.exc_value
-    if not isinstance(error, (_Signalled, KeyboardInterrupt)):
+    if not isinstance(error, (Signalled, KeyboardInterrupt)):
         sys.__unraisablehook__(what)
         return
     _Resending.active = True
     try:
-        _send_later(error.number if isinstance(error, _Signalled) else signal.SIGINT)
+        if isinstance(error, Signalled):
+            error.delivered = True  # it is sent again here
+        _send_later(error.number if isinstance(error, Signalled) else signal.SIGINT)
     finally:
         _Resending.active = False
 

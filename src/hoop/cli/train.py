@@ -23,19 +23,22 @@ from hoop.cli.device_source import SchedulerOptions, find_devices, run_rank_of_s
 from hoop.cli.output import echo
 from hoop.cli.running import ENDING, not_ignored
 from hoop.config import parse_size
+from hoop.engine.job_names import check_job_name
+from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.membership.replication import check_replicas
-from hoop.resources import Request, admit
+from hoop.resources import LEAST_GROWING, Request, admit
 from hoop.schedulers.catalog import NAMES
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
+from hoop.texts import counted
 from hoop.topology import DeviceRange
 
 if TYPE_CHECKING:
     from hoop.cli.device_source import DeviceSource
     from hoop.cli.run_dashboard import RunDashboard
-    from hoop.cli.training_view import PlainView
-    from hoop.engine.settings import Settings
+    from hoop.report.progress_view import QuietView
+    from hoop.runs.clean_process import CleanProcess, LoadWatch
     from hoop.runs.training import Launch
     from hoop.topology import Addresses
 
@@ -118,7 +121,7 @@ def train(
             show_default="auto",
         ),
     ] = None,
-    memory: options.Memory = "256MiB",
+    memory: options.JobMemory = None,
     threads_per_device: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Cores a device computes on.")
     ] = None,
@@ -239,7 +242,8 @@ def train(
     started = time.monotonic()
     # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.cli.training_view import PlainView, View, show_recipes
+    from hoop.cli.training_view import check_kept, find_view, show_recipes, show_result
+    from hoop.runs.clean_process import LoadWatch
 
     if list_:
         show_recipes(json)
@@ -266,7 +270,7 @@ def train(
     }
     wanted = DeviceRange.parse(devices, "--devices") if devices is not None else None
     changes = _changes(given, set_ or [], wanted)
-    size = parse_size(memory, "--memory")
+    size = None if memory is None else parse_size(memory, "--memory")
     priced = read_costs(costs) if costs else None
     scheduler = SchedulerOptions(on, meet, port, meet_timeout, interface, device_ports)
     on_ray = {"address": ray_address, "cpus": ray_cpus, "gpus": ray_gpus, "placement": ray_placement}
@@ -278,31 +282,25 @@ def train(
     source.admit(size)
     if source.placement is not None and source.placement.rank:
         raise typer.Exit(run_rank_of_scheduler(source, job, changes, size))
-    view = PlainView() if json else View()
+    if job is not None:
+        check_job_name(job)
+    view = find_view(json)
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
-    with view, contextlib.redirect_stdout(sys.stderr):
+    with view, contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as ends:
         view.say("loading PyTorch and the data …")
-        launch = _launch(job, changes, size, folder, source)
+        watch = ends.enter_context(contextlib.closing(LoadWatch(source.forked and (job is None or ":" in job))))
+        launch = _launch(job, changes, size, folder, source, watch)
         watched = page.address_file if page is not None else address_file
         launch = replace(launch, costs=priced, max_restarts=max_restarts, address_file=watched)
         _say_devices(launch, view)
         if detach:
             _detach(launch, json, token_file, tls, view)
             return
-        result, number = _follow(launch, view, started, page)
-    if json:
-        typer.echo(json_module.dumps(result))
-    else:
-        view.summary(result, out)
-    _check_end(result, number, out)
-
-
-def _check_end(result: Mapping[str, Any], number: int, out: Path | None) -> None:
-    """Ends the command with a code of its own after signal ``number``, or if ``--out`` has no trained weights."""
+        result, number = _follow(launch, view, started, page, watch.choose())
+    show_result(result, out, json)
     if number:
         raise typer.Exit(128 + number)
-    if out is not None and result["checkpoint"] is None:
-        raise FailedPrecondition(f"--out: the trained weights are not kept in {out}; what is wrong is said above")
+    check_kept(result, out)
 
 
 @dataclass(frozen=True)
@@ -331,15 +329,18 @@ def _changes(given: Mapping[str, Any], set_: list[str], devices: DeviceRange | N
         changes["max_devices"] = devices.most
     if given["strategy"] is not None:
         parse(given["strategy"])
+    if given["optimizer"] is not None:
+        Settings().replaced({"optimizer": given["optimizer"]}).check()
+    Settings().replaced(changes)  # raises for a name that no setting has; the job's defaults follow with PyTorch
     return changes
 
 
-def _say_devices(launch: Launch, view: PlainView) -> None:
+def _say_devices(launch: Launch, view: QuietView) -> None:
     """Says how many devices Hoop has chosen, after a check that they fit, or where the ranks of a scheduler meet."""
     if launch.device_reason:
-        admit(Request(launch.devices or 1, launch.memory, options=("--devices", "--memory")))
-        several = "s" * (launch.devices != 1)
-        view.say(f"{launch.devices} device{several}: {launch.device_reason}; --devices sets another number")
+        admit(Request(launch.devices or 1, launch.memory or LEAST_GROWING, options=("--devices", "--memory")))
+        devices = counted(launch.devices or 1, "device")
+        view.say(f"{devices}: {launch.device_reason}; --devices sets another number")
     if launch.placement is not None:
         view.say(f"{launch.placement}: the ranks meet at {launch.placement.meeting_point} …")
 
@@ -353,7 +354,7 @@ def _check_detach(detach: bool, there: Addresses | None, folder: RunFolder) -> N
         )
 
 
-def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | None, view: PlainView) -> None:
+def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | None, view: QuietView) -> None:
     """Starts the job and returns; ``hoop attach`` follows it."""
     from hoop.cli.attach import attach_command
     from hoop.client.cluster import connect
@@ -367,7 +368,7 @@ def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | Non
     with connect(launch.coordinator, credentials=launch.credentials) as cluster:
         if launch.settings.max_devices and launch.devices:
             for observed in wait_for_devices(cluster, launch.devices, launch.meet_timeout_s, lambda: False):
-                view.note(observed.event)
+                view.show(observed.event)
         devices = choose_devices(cluster, launch.devices, launch.settings.min_devices)
         number = JobFollower.start(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
@@ -390,9 +391,17 @@ def _settings(given: list[str]) -> dict[str, Any]:
     return found
 
 
-def _launch(job: str | None, changes: dict[str, Any], memory: int, folder: RunFolder, source: DeviceSource) -> Launch:
+def _launch(
+    job: str | None,
+    changes: dict[str, Any],
+    memory: int | None,
+    folder: RunFolder,
+    source: DeviceSource,
+    watch: LoadWatch,
+) -> Launch:
     """Checks everything that can be wrong before anything runs."""
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
+    from hoop.engine.job import is_given
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import newest_checkpoint
     from hoop.runs.device_count import default_device_count
@@ -400,21 +409,25 @@ def _launch(job: str | None, changes: dict[str, Any], memory: int, folder: RunFo
     from hoop.runs.run_recorder import saved_settings
     from hoop.runs.training import Launch
 
-    found, out, devices = None, folder.path, source.devices
-    # Devices are forked from this process, and share the data that is loaded now.
+    newest, out, devices = None, folder.path, source.devices
+    # Devices of this machine share the data that is loaded now, unless the job's code has left traces here.
     load = source.forked
     if folder.resume:
         if out is None:
             raise InvalidArgument("--resume: it needs --out, the folder of the run to go on with")
         saved, count = saved_settings(out)
-        if job is not None and with_absolute_path(job) != saved.job:
+        name = with_absolute_path(job) if job is not None else saved.job
+        if is_given(saved.job):  # of hoop.train: the user says which file has the same model, data and loss
+            saved = _named(saved, name, out)
+        elif name != saved.job:
             raise InvalidArgument(f"--resume: the run in {out} is of {saved.job}, not {job}")
-        name, devices, found = saved.job, devices or count, newest_checkpoint(out)
+        devices, newest = devices or count, newest_checkpoint(out)
     else:
         assert job is not None, "checked by the caller"
         if out is not None and (out / "checkpoints").is_dir() and not folder.begin_again:
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
         name, saved = with_absolute_path(job), None
+    watch.begin()
     known = load_job(name, load)
     settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
     reason = ""
@@ -428,9 +441,22 @@ def _launch(job: str | None, changes: dict[str, Any], memory: int, folder: RunFo
         check_faults(settings, devices, len(known.data().train))
     warnings = (untested,) if untested else ()
     launch = source.place(Launch(settings, devices, memory, out, warnings=warnings, device_reason=reason))
-    if found is None:
+    if newest is None:
         return launch
-    return replace(launch, resume=found.path, warnings=(*warnings, *found.warnings))
+    return replace(launch, resume=newest.path, warnings=(*warnings, *newest.warnings))
+
+
+def _named(saved: Settings, job: str, out: Path) -> Settings:
+    """The settings of a run of live objects, for a job of that name. Raises if none was named."""
+    from hoop.engine.job import is_given
+
+    if is_given(job):
+        raise FailedPrecondition(
+            f"--resume: the run in {out} was started by hoop.train with the objects of a program; go on there, with "
+            "resume=True, or write the same model, data and loss as a hoop.Job into a file and name it: "
+            f"hoop train file.py:name --resume --out {out}"
+        )
+    return saved.replaced({"job": job})
 
 
 def _dashboard(
@@ -450,16 +476,16 @@ def _dashboard(
 
 
 def _follow(
-    launch: Launch, view: PlainView, started: float, page: RunDashboard | None = None
+    launch: Launch, view: QuietView, started: float, page: RunDashboard | None, clean: CleanProcess | None
 ) -> tuple[dict[str, Any], int]:
-    """Shows the job's events; the first Ctrl-C asks it to stop, the second ends it.
+    """Shows the job's events; the first Ctrl-C asks it to stop, the second ends it. ``clean``: as in ``Training``.
 
     A terminal that is closed stops a job of this machine. A job on a cluster goes on: this command just ends.
     Returns the result, and the signal that stopped it or 0.
     """
     from hoop.runs.training import Training
 
-    training = Training(launch)
+    training = Training(launch, clean=clean)
     events = training.events()
     result: dict[str, Any] = {}
     start_seconds: float | None = None
@@ -487,7 +513,7 @@ def _follow(
                 start_seconds = event.seconds
             if isinstance(event, ev.Finished):
                 result = {**event.result, "start_seconds": start_seconds}
-            view.note(event)
+            view.show(event)
     except HoopError as error:
         if not received or start_seconds is not None:
             raise

@@ -12,8 +12,10 @@ import typer
 
 from hoop.cli import options
 from hoop.cli.coordinator import AccessOptions, LabOptions, configure
+from hoop.cli.output import log_event
 from hoop.config import format_size, parse_size
 from hoop.errors import InvalidArgument
+from hoop.texts import counted
 
 if TYPE_CHECKING:
     from hoop.launch.local import LocalConfig
@@ -33,7 +35,7 @@ def up(
     lab: options.Lab = False,
     lab_dialect: options.LabDialect = None,
     count_unit: options.CountUnit = "dialect",
-    lease: options.Lease = "1.5s",
+    lease: options.Lease = None,
     timeout: options.Timeout = "60s",
     max_communicators: options.MaxCommunicators = 1024,
     communicators_per_client: options.CommunicatorsPerClient = 512,
@@ -116,7 +118,7 @@ async def _run(config: LocalConfig, address_file: Path | None, json: bool, leave
 
     stopping = Stopping(leave_with_stdin)
     cluster = LocalCluster(config)
-    unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
+    unwatch = cluster.watch(log_event)
     started = False
     try:
         started = await stopping.unless(asyncio.ensure_future(cluster.start(address_file)))
@@ -128,11 +130,11 @@ async def _run(config: LocalConfig, address_file: Path | None, json: bool, leave
         else:
             typer.echo(f"coordinator {cluster.address}")
             typer.echo(
-                f"{config.devices} devices of {format_size(config.memory)} are up; Ctrl-C ends them. In another "
-                f"terminal: hoop status --coordinator {cluster.address}",
+                f"{counted(config.devices, 'device')} of {format_size(config.memory)} are up; Ctrl-C ends them. "
+                f"In another terminal: hoop status --coordinator {cluster.address}",
                 err=True,
             )
-        await stopping.wait()
+        await stopping.unless(asyncio.ensure_future(cluster.wait_failed()))
     finally:
         unwatch()
         await cluster.stop()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc
 from grpc.experimental import ChannelOptions
@@ -23,19 +25,22 @@ from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
 from hoop.client.handle import call
 from hoop.client.jobs import JobHandle
-from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PeerLost, Unauthenticated
+from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, NotFound, PeerLost, Unauthenticated
 from hoop.events import Event
 from hoop.signals import defer_signals
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials, find_credentials
-from hoop.wire.channels import STAGING_PREFIX, Backoff, Options, channel_options
+from hoop.wire.channels import NO_COORDINATOR, STAGING_PREFIX, Backoff, Options, channel_options, default_lease_s
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.job_settings import check_settings
 from hoop.wire.roles import Role
 from hoop.wire.service import device_info, status_of, translate, unreachable, was_cancelled
 from hoop.wire.tokens import find_token
 
+CONNECT_S = 1.0
+"""Seconds after which a coordinator that does not refuse a connection counts as slow."""
 EVENT_STREAM_ATTEMPTS = 5
 """Number of times that a stream of events that gRPC has cancelled is opened again without an event in between."""
 EVENT_STREAM_BACKOFF_S = 0.1
@@ -46,6 +51,8 @@ events by itself. By default gRPC wakes that thread up ten times a second, and h
 five times a second."""
 DRAIN_AGAIN_S = 0.2
 """Seconds between two attempts to drain a device again."""
+START_JOB_S = 60.0
+"""Shortest time limit of the start of a job."""
 EXAMINE_S = 600.0
 """Seconds that the hosts of a cluster may take to examine themselves."""
 
@@ -107,33 +114,38 @@ class DrainProgress:
 class Cluster:
     """A running coordinator and its devices."""
 
-    opened: ClassVar[bool] = False
-    """Whether this process has ever opened a Cluster. If so it must not fork: gRPC's threads do not survive that."""
-
     def __init__(
-        self, address: Address | Addresses, timeout: float, credentials: Credentials, background: bool = False
+        self,
+        address: Address | Addresses,
+        timeout: float,
+        credentials: Credentials,
+        background: bool = False,
+        lease_s: float | None = None,
     ) -> None:
-        """``background``: see ``connect``."""
-        Cluster.opened = True
+        """``background``: see ``connect``. ``lease_s``: the cluster's, from which the limits of connections follow;
+        None: the default of its address."""
         self.address, self._peer = address, f"the coordinator at {address}"
         self._timeout = timeout
         self._credentials = credentials
-        options = channel_options() + (BACKGROUND_OPTIONS if background else [])
+        self.lease_s = default_lease_s(address) if lease_s is None else lease_s
+        options = channel_options(self.lease_s) + (BACKGROUND_OPTIONS if background else [])
         self._channel = credentials.channel(address, Role.COORDINATOR, options)
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         # A separate channel: it keeps reconnecting while the coordinator is down; other calls must not wait for that.
-        self._session_channel = credentials.channel(address, Role.COORDINATOR, channel_options())
+        self._session_channel = credentials.channel(address, Role.COORDINATOR, channel_options(self.lease_s))
         session_stub = pb_grpc.CoordinatorStub(self._session_channel)
         self._session = Session(session_stub, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
 
-    def wait_ready(self, timeout: float) -> None:
-        """Return when the coordinator answers; raises DeadlineExceeded after ``timeout`` seconds."""
-        backoff = Backoff("the coordinator", self.address, timeout)
+    def wait_ready(self, timeout: float) -> pb.GetStatusResponse:
+        """Its status, when the coordinator answers; raises DeadlineExceeded after ``timeout`` seconds."""
+        backoff = Backoff("the coordinator", self.address, timeout, NO_COORDINATOR)
         for delay in backoff.delays():
             try:
-                self._stub.GetStatus(pb.GetStatusRequest(), timeout=min(self._timeout, 5.0))
-                return
+                status: pb.GetStatusResponse = self._stub.GetStatus(
+                    pb.GetStatusRequest(), timeout=min(self._timeout, 5.0)
+                )
+                return status
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.address}") from None
@@ -161,7 +173,7 @@ class Cluster:
         session = self._session.ensure_open()
         request = pb.CreateCommunicatorRequest(devices=count, device_ids=device_ids, session=session)
         answer = self._call("CreateCommunicator", request)
-        return Communicator(self._stub, answer.communicator, self._device, self._timeout, session)
+        return Communicator(self._stub, answer.communicator, self._device, self._timeout, session, self._ended)
 
     def staging_name(self) -> str:
         """A new name for device buffers that the coordinator frees when this client ends."""
@@ -293,15 +305,12 @@ class Cluster:
 
         ``resume``: name of a buffer on all of them that holds the checkpoint to resume from.
         """
-        return JobHandle.start(
-            self._stub,
-            settings,
-            list(device_ids),
-            resume,
-            timeout=self._timeout,
-            peer=f"the coordinator at {self.address}",
-            wait_ready=self.wait_ready,
-        )
+        check_settings(settings)
+        request = pb.StartJobRequest(settings=settings, device_ids=device_ids, resume=resume)
+        answer = call(self._stub.StartJob, request, max(self._timeout, START_JOB_S), self._peer, self._ended)
+        job = self.job(answer.job_id)
+        job.device_ids = list(answer.device_ids)
+        return job
 
     def job_settings(self, job_id: int) -> str:
         """The settings (JSON) that a job was started with."""
@@ -341,11 +350,36 @@ class Cluster:
 
     def _device(self, info: DeviceInfo) -> Device:
         if info.incarnation not in self._devices:
-            self._devices[info.incarnation] = Device(info, self._timeout, self._credentials)
+            self._devices[info.incarnation] = Device(
+                info, self._timeout, self._credentials, self.lease_s, partial(self._is_lost, info.incarnation)
+            )
         return self._devices[info.incarnation]
 
     def _call(self, method: str, request: object) -> Any:
-        return call(getattr(self._stub, method), request, self._timeout, f"the coordinator at {self.address}")
+        return call(getattr(self._stub, method), request, self._timeout, self._peer, self._ended)
+
+    def _ended(self) -> bool:
+        """Whether no coordinator listens any more: its host refuses the connection."""
+        for address in self.address.addresses:
+            try:
+                socket.create_connection((address.host, address.port), CONNECT_S).close()
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                return False  # it may be slow, or cut off
+            return False
+        return True
+
+    def _is_lost(self, incarnation: str) -> bool:
+        """Whether the coordinator says that a device is dead or has left, or cannot say."""
+        try:
+            members = self.status().devices
+        except HoopError:
+            return True
+        return not any(
+            member.device.incarnation == incarnation and member.state in ("alive", "suspect", "draining")
+            for member in members
+        )
 
     def close(self) -> None:
         self._session.close()
@@ -409,8 +443,11 @@ def _open(
 ) -> Cluster:
     cluster = Cluster(address, timeout, credentials, background)
     try:
-        cluster.wait_ready(connect_timeout)
-        return cluster
+        lease_s = cluster.wait_ready(connect_timeout).lease_s
     except BaseException:
         cluster.close()
         raise
+    if lease_s in (0.0, cluster.lease_s):  # 0: a coordinator of before, which does not say it
+        return cluster
+    cluster.close()
+    return Cluster(address, timeout, credentials, background, lease_s)

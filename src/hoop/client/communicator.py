@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hoop.client.device import Buffer, Device, element_type, flatten, location, restore
-from hoop.client.handle import Handle, call
+from hoop.client.handle import Attempts, Ended, Handle, call
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.memory.dtypes import DType, dtype
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STAGING_PREFIX
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.repeated_calls import make_repeatable
 from hoop.wire.service import device_info
 
 
@@ -75,13 +76,15 @@ class Staging:
             ranks = range(len(self._values))
             return [restore(self.out.read(rank), self._values[rank], self._kind) for rank in ranks]
         finally:
-            self.free()
+            self.free(failed=False)
 
-    def free(self) -> None:
-        """Free the buffers. A device that is lost is skipped."""
+    def free(self, failed: bool = True) -> None:
+        """Free the buffers. After a call that ``failed``, skip lost devices."""
         allocated, self._allocated = self._allocated, []
         for buffer in allocated:
             for device, place in zip(buffer.devices, buffer.places, strict=True):
+                if failed and device.is_lost():
+                    continue
                 with contextlib.suppress(HoopError):
                     device.free(str(place))
 
@@ -106,8 +109,11 @@ class Communicator:
         device: Callable[[DeviceInfo], Device],
         timeout: float,
         session: str,
+        ended: Ended,
     ) -> None:
-        """``device`` makes the client object of a member. ``session``: id of the client's session."""
+        """``device`` makes the client object of a member. ``session``: id of the client's session. ``ended``: says
+        whether the coordinator has ended."""
+        self._ended = ended
         self.session = session
         self._stub = stub
         self._device = device
@@ -277,8 +283,12 @@ class Communicator:
     ) -> Handle[Any]:
         request = pb.RunRequest(communicator_id=self.id, operations=operations, timeout_s=timeout)
         # The coordinator enforces the deadline. The call's own, later one only prevents a hang.
-        future = self._stub.Run.future(request, timeout=(timeout or self._timeout) + 10.0)
-        return Handle(future, f"communicator {self.id}", finish, on_failure)
+        attempts = Attempts((timeout or self._timeout) + 10.0, make_repeatable(request), self._ended)
+
+        def start(left_s: float) -> Any:
+            return self._stub.Run.future(request, timeout=left_s)
+
+        return Handle(start, attempts, f"communicator {self.id}", finish, on_failure)
 
     # ---- state, rebuild, destruction
 
@@ -298,4 +308,4 @@ class Communicator:
         self._call("DestroyCommunicator", pb.DestroyCommunicatorRequest(id=self.id))
 
     def _call(self, method: str, request: Any) -> Any:
-        return call(getattr(self._stub, method), request, self._timeout, f"communicator {self.id}")
+        return call(getattr(self._stub, method), request, self._timeout, f"communicator {self.id}", self._ended)

@@ -14,12 +14,12 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from hoop.client.handle import call
+from hoop.client.handle import Attempts, Ended, call
 from hoop.errors import InternalError, InvalidArgument
 from hoop.memory.dtypes import DType, dtype
 from hoop.topology import DeviceInfo
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import STREAM_CHUNK_BYTES, Repeatable, channel_options
+from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
@@ -41,10 +41,14 @@ def location(place: int | str, offset: int = 0) -> pb.Location:
 class Device:
     """A device of the cluster. Data goes directly to the device, not through the coordinator."""
 
-    def __init__(self, info: DeviceInfo, timeout: float, credentials: Credentials) -> None:
+    def __init__(
+        self, info: DeviceInfo, timeout: float, credentials: Credentials, lease_s: float, is_lost: Ended
+    ) -> None:
+        """``is_lost``: whether the coordinator says that the device is dead or has left."""
         self.info = info
         self._timeout = timeout
-        options = [*channel_options(), ("grpc.client_idle_timeout_ms", DISCONNECT_MS)]
+        self.is_lost = is_lost
+        options = [*channel_options(lease_s), ("grpc.client_idle_timeout_ms", DISCONNECT_MS)]
         self._channel = credentials.channel(info.address, Role.DEVICE, options)
         self._stub = pb_grpc.DeviceStub(self._channel)
 
@@ -81,33 +85,49 @@ class Device:
             for at in range(STREAM_CHUNK_BYTES, len(view), STREAM_CHUNK_BYTES):
                 yield pb.WriteRequest(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
-        self._call(self._stub.Write, Repeatable(chunks))
+        # A repeated call writes the same bytes to the same place, so it can be made again.
+        attempts = Attempts(self._timeout, True, self.is_lost)
+        while True:
+            try:
+                self._stub.Write(chunks(), timeout=attempts.left_s)
+                return
+            except grpc.RpcError as error:
+                if not attempts.may_repeat(error):
+                    raise translate(error, str(self.info)) from None
 
     def read(self, place: int | str, size: int, offset: int = 0) -> bytes:
         """Copy ``size`` bytes, of any length, from the device."""
         request = pb.ReadRequest(location=location(place, offset), bytes=size)
-        try:
-            answers = self._stub.Read(request, timeout=self._timeout)
-            return b"".join(answer.data for answer in answers)
-        except grpc.RpcError as error:
-            raise translate(error, str(self.info)) from None
+        return b"".join(self._chunks(request))
 
     def read_into(self, place: int | str, into: memoryview, offset: int = 0) -> None:
         """Copy as many bytes as ``into`` has from the device: a large buffer needs no second one beside it."""
         request = pb.ReadRequest(location=location(place, offset), bytes=len(into))
         at = 0
-        try:
-            for answer in self._stub.Read(request, timeout=self._timeout):
-                end = at + len(answer.data)
-                into[at:end] = answer.data
-                at = end
-        except grpc.RpcError as error:
-            raise translate(error, str(self.info)) from None
+        for data in self._chunks(request):
+            end = at + len(data)
+            into[at:end] = data
+            at = end
         if at != len(into):
             raise InternalError(f"{self.info} sent {at} bytes of {place!r}, and {len(into)} were asked for")
 
+    def _chunks(self, request: pb.ReadRequest) -> Iterator[bytes]:
+        """The bytes of a Read; after a connection that broke it goes on behind those that have come."""
+        attempts = Attempts(self._timeout, True, self.is_lost)
+        offset, count, read = request.location.offset, request.bytes, 0
+        while True:
+            request.location.offset, request.bytes = offset + read, count - read
+            try:
+                for answer in self._stub.Read(request, timeout=attempts.left_s):
+                    read += len(answer.data)
+                    yield answer.data
+                return
+            except grpc.RpcError as error:
+                if not attempts.may_repeat(error):
+                    raise translate(error, str(self.info)) from None
+
     def _call(self, method: Any, request: Any) -> Any:
-        return call(method, request, self._timeout, str(self.info))
+        return call(method, request, self._timeout, str(self.info), self.is_lost)
 
     def close(self) -> None:
         self._channel.close()

@@ -13,11 +13,9 @@ from hoop.signals import defer_signals
 from hoop.texts import parse_printable_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
-from hoop.wire.job_settings import check_settings
 from hoop.wire.service import status_of, translate, unreachable
 
-START_S = 60.0
-WaitReady = Callable[[float], None]
+WaitReady = Callable[[float], object]
 """Waits up to the given number of seconds until the coordinator answers; raises DeadlineExceeded."""
 
 
@@ -31,25 +29,6 @@ class JobHandle:
         self.device_ids: list[int] = []
         """Ids of the devices on which this client has started the job; empty if another client started it."""
         self._stub, self._timeout, self._peer, self._wait_ready = stub, timeout, peer, wait_ready
-
-    @classmethod
-    def start(
-        cls,
-        stub: pb_grpc.CoordinatorStub,
-        settings: str,
-        device_ids: list[int],
-        resume: str,
-        timeout: float,
-        peer: str,
-        wait_ready: WaitReady,
-    ) -> JobHandle:
-        """Start a job on these devices, in rank order."""
-        check_settings(settings)
-        request = pb.StartJobRequest(settings=settings, device_ids=device_ids, resume=resume)
-        answer = call(stub.StartJob, request, max(timeout, START_S), peer)
-        job = cls(stub, answer.job_id, timeout, peer, wait_ready)
-        job.device_ids = list(answer.device_ids)
-        return job
 
     def events(
         self,

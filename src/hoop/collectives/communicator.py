@@ -166,7 +166,10 @@ class PreparedOperation:
 
 def with_operation(error: HoopError, operation: Operation) -> HoopError:
     """The error, with the operation in its text."""
-    return error if str(operation) in str(error) else type(error)(f"{error}, in {operation}")
+    if str(operation) in str(error):
+        return error
+    text = f"{error}, in {operation}"
+    return type(error)(text, rank=error.rank, cause=error.cause) if isinstance(error, PeerError) else type(error)(text)
 
 
 _CACHE_SIZE = 512

@@ -69,8 +69,28 @@ class StepTrace:
     spans: tuple[InstructionSpan, ...]
 
 
+@dataclass(frozen=True)
+class RankProgress:
+    """Whether a rank gets on with its work."""
+
+    count: object
+    """Equal as long as the rank makes no progress."""
+    step: int
+    """Number of the step under way."""
+    hang_s: float
+    """The setting of this name."""
+    limit_s: float
+    """Seconds without progress after which the rank hangs; 0: never."""
+    unusual_limit_s: float
+    """The same for what may take long: a first step, an evaluation, the loading of data."""
+    on_gpu: bool
+
+
 class ActivitySource(Protocol):
     """The trainer of one rank, as other threads see it."""
+
+    def progress(self) -> RankProgress | None:
+        """How far the rank is; None: it is not watched. Any thread may call it; it does not wait."""
 
     def read(self) -> RankActivity:
         """The newest sums. Any thread may call it; it does not wait."""

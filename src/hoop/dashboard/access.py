@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bokeh.server.auth_provider import AuthProvider
+from bokeh.util.token import check_token_signature
 from tornado.web import HTTPError, RequestHandler
 
 from hoop.errors import InvalidArgument
@@ -121,6 +122,17 @@ def allowed_hosts(address: Address, extra: Iterable[str] = ()) -> frozenset[str]
     return frozenset([*(str(Address(name, address.port)).lower() for name in names), *(one.lower() for one in extra)])
 
 
+def _has_page_token(handler: Any) -> bool:
+    """Whether a websocket has the signed token of a page. Bokeh reads a forged one before it checks the signature."""
+    offered = handler.request.headers.get("Sec-WebSocket-Protocol", "").split(",")
+    try:
+        return len(offered) == 2 and check_token_signature(
+            offered[1].strip(), handler.application.secret_key, signed=True
+        )
+    except Exception:  # whatever Bokeh meets in bytes that are not its own
+        return False
+
+
 class AccessControl(AuthProvider):
     """Checks every request of the Bokeh server."""
 
@@ -150,6 +162,9 @@ class AccessControl(AuthProvider):
             handler.set_header(name, value)
         if str(handler.request.host).lower() not in self._hosts:
             raise HTTPError(403, "the page is not served under this host name; see hoop dashboard --allow-origin")
+        websocket = handler.request.headers.get("Upgrade", "").lower() == "websocket"
+        if websocket and not _has_page_token(handler):
+            raise HTTPError(403, "no token of a page of this dashboard; load the page again")
         if self._login is None:
             return "user"
         cookie = handler.get_signed_cookie(COOKIE, max_age_days=COOKIE_DAYS)
@@ -159,7 +174,7 @@ class AccessControl(AuthProvider):
                 return "admin"
         elif cookie in (USER, ADMIN):
             return "user"
-        if handler.request.headers.get("Upgrade", "").lower() == "websocket":
+        if websocket:
             raise HTTPError(403, "log in first")
         return None
 

@@ -8,7 +8,7 @@ from bokeh.layouts import column, row
 from bokeh.models import Button, LayoutDOM, Select
 
 from hoop.dashboard.actions import Action, ActionQueue
-from hoop.dashboard.parts import input_style, paragraph, set_text, text_block
+from hoop.dashboard.parts import button_style, input_style, paragraph, set_text, text_block
 from hoop.dashboard.view import ClusterView
 
 LABELS = {
@@ -30,15 +30,25 @@ class ActionBar:
         self._queue = queue
         self._device = Select(title="Device", options=[], name="action-device", width=170, stylesheets=[input_style()])
         self._buttons = {
-            action: Button(label=LABELS[action][0], button_type=LABELS[action][1], width=105, name=f"action-{action}")
+            action: Button(
+                label=LABELS[action][0],
+                button_type=LABELS[action][1],
+                width=105,
+                name=f"action-{action}",
+                stylesheets=[button_style()],
+            )
             for action in queue.actor.actions
         }
         for action, button in self._buttons.items():
             button.on_click(lambda action=action: self._clicked(action))
+        self._was_alive: set[str] = set()
+        """The devices that were alive at the last update."""
+        self._stopped: set[str] = set()
+        """Devices that were stopped here: they count as dead, and stay chosen to be continued."""
         self._asked: tuple[Action, int] | None = None
         self._question = text_block("action-question")
         self._yes = Button(label="Yes, do it", button_type="danger", width=105, name="action-confirm")
-        self._no = Button(label="No", width=70, name="action-cancel")
+        self._no = Button(label="No", width=70, name="action-cancel", stylesheets=[button_style()])
         self._yes.on_click(self._confirmed)
         self._no.on_click(self._cancel)
         self._confirmation = row(
@@ -63,7 +73,11 @@ class ActionBar:
         options += [(str(one.id), f"device {one.id} ({one.state})") for one in view.devices if one.state.is_gone]
         if options != self._device.options:
             self._device.options = options
-        if options and self._device.value not in [value for value, _ in options]:
+        alive = {str(device.id) for device in view.devices if not device.state.is_gone}
+        gone = self._was_alive - alive - self._stopped
+        self._was_alive = alive
+        chosen = self._device.value
+        if options and (chosen in gone or chosen not in [value for value, _ in options]):
             self._device.value = options[0][0]
         set_text(
             self._text,
@@ -83,7 +97,7 @@ class ActionBar:
         if action.needs_device and not device:
             return
         if not self._queue.actor.confirm:
-            self._queue.submit(action, device)
+            self._submit(action, device)
             return
         self._asked = action, device
         what = LABELS[action][0].lower()
@@ -92,8 +106,15 @@ class ActionBar:
 
     def _confirmed(self) -> None:
         if self._asked is not None:
-            self._queue.submit(*self._asked)
+            self._submit(*self._asked)
         self._cancel()
+
+    def _submit(self, action: Action, device: int) -> None:
+        if action is Action.STOP:
+            self._stopped.add(str(device))
+        elif action in (Action.CONTINUE, Action.KILL):
+            self._stopped.discard(str(device))
+        self._queue.submit(action, device)
 
     def _cancel(self) -> None:
         self._asked = None

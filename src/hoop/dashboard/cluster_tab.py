@@ -12,9 +12,10 @@ from bokeh.layouts import column
 from bokeh.models import FactorRange, HoverTool, LayoutDOM
 
 from hoop.dashboard.palette import CYCLE, GREY, RED, SHARE_COLOURS, STATE_COLOURS, STATE_SHAPES
-from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, plural, set_text, table, text_block
+from hoop.dashboard.parts import Source, bytes_text, chart, paragraph, set_text, shown_with_rows, table, text_block
 from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceView
+from hoop.texts import counted
 
 MAX_MEMORY_BARS = 64
 """Devices whose memory is drawn; the table has all."""
@@ -228,9 +229,9 @@ def summary(view: ClusterView) -> str:
     if not view.devices:
         return "No devices yet."
     states = Counter(str(one.state) for one in view.on_ring)
-    counted = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    listed = ", ".join(f"{number} {state}" for state, number in states.most_common())
     hosts = len({one.host for one in view.on_ring})
-    return f"{plural(len(view.on_ring), 'device')} on {plural(hosts, 'host')}: {counted}."
+    return f"{counted(len(view.on_ring), 'device')} on {counted(hosts, 'host')}: {listed}."
 
 
 def shown_by_tab(view: ClusterView) -> tuple[object, ...]:
@@ -264,7 +265,7 @@ class ClusterTab:
         self._links = Source("links", *lines, updates=updates, at_pointer=("carries",))
         self._traffic = Source("traffic", "from", "to", "rate", "way", updates=updates)
         self._memory = Source("memory", "device", "left", "right", "name", "bytes", "colour")
-        listed = ("device", "state", "host", "work", "busy", "sends", "memory", "address", "reason")
+        listed = ("device", "state", "host", "pid", "work", "busy", "sends", "memory", "address", "reason")
         self._list = Source("devices", *listed, updates=updates)
         self._communicators = Source("communicators", "id", "generation", "devices", "status", "reason")
         self._bars = FactorRange()
@@ -278,7 +279,8 @@ class ClusterTab:
                 {
                     "device": ("device", 50),
                     "state": ("state", 70),
-                    "host": ("host", 110),
+                    "host": ("host", 90),
+                    "pid": ("pid", 50),
                     "work": ("work", 90),
                     "busy": ("computes", 60),
                     "sends": ("sends", 80),
@@ -293,7 +295,7 @@ class ClusterTab:
                 {"from": ("from", 80), "to": ("to", 110), "rate": ("bytes a second", 90), "way": ("over", 130)},
                 height=150,
             ),
-            self._memory_chart,
+            shown_with_rows(self._memory_chart, self._memory),
             table(
                 self._communicators,
                 "communicator-table",
@@ -385,7 +387,8 @@ class ClusterTab:
                 {
                     "device": str(one.id),
                     "state": str(one.state),
-                    "host": f"{one.pid}@{one.host}",
+                    "host": one.host,
+                    "pid": str(one.pid),
                     "work": _work(one),
                     "busy": _busy(one),
                     "sends": _sends(one),

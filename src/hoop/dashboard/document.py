@@ -23,7 +23,7 @@ from hoop.dashboard.cluster_tab import ClusterTab
 from hoop.dashboard.events_tab import EventsTab
 from hoop.dashboard.job_tab import JobTab
 from hoop.dashboard.palette import DARK, LIGHT, Theme
-from hoop.dashboard.parts import paragraph, set_text, text_block
+from hoop.dashboard.parts import button_style, paragraph, set_text, text_block
 from hoop.dashboard.plan_tab import PlanTab
 from hoop.dashboard.simulator import Simulator
 from hoop.dashboard.simulator_tab import SimulatorTab
@@ -132,8 +132,11 @@ class Page:
         by_text = {name.lower(): name for name in self._makers}
         self._shown = by_text.get(tab, next(iter(self._makers)))
         self._head = text_block("headline")
-        self._buttons = {name: Button(label=name, width=90, name=f"tab-{name}") for name in self._makers}
-        self._dark = Toggle(label="Dark", width=70, name="dark")
+        self._buttons = {
+            name: Button(label=name, width=90, name=f"tab-{name}", stylesheets=[button_style()])
+            for name in self._makers
+        }
+        self._dark = Toggle(label="Dark", width=70, name="dark", stylesheets=[button_style()])
         self._compose()
 
     def _tab_makers(self) -> dict[str, Callable[[], Tab]]:

@@ -46,7 +46,7 @@ class EventsTab:
         titles = {"time": ("time", 70), "source": ("from", 90), "kind": ("event", 130), "text": ("what", 500)}
         self.layout: LayoutDOM = column(
             row(self._words, self._source, styles={"flex-wrap": "wrap"}),
-            table(self._lines, "event-table", titles, height=560),
+            table(self._lines, "event-table", titles, height=560, always=True),
             sizing_mode="stretch_width",
         )
 

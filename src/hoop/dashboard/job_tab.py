@@ -18,15 +18,16 @@ from hoop.dashboard.parts import (
     chart,
     input_style,
     paragraph,
-    plural,
     seconds_text,
     set_factors,
+    shown_with_rows,
     table,
     text_block,
 )
 from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import ClusterView, DeviceView
 from hoop.dashboard.work_panel import WorkPanel, ranges_text
+from hoop.texts import counted
 
 CURVES_S = 2.0
 """Seconds between two drawings of the curves, at least. The text above them has the newest values with every update."""
@@ -54,7 +55,7 @@ def facts(job: JobView) -> list[str]:
     slow = [f"rank {rank} ({times:.1f} times slower)" for rank, times in job.stragglers]
     found.append(f"Stragglers: {', '.join(slow)}." if slow else "No stragglers.")
     if job.recoveries:
-        found.append(f"{plural(job.recoveries, 'recovery')}; the last pause took {seconds_text(job.last_pause_s)}.")
+        found.append(f"{counted(job.recoveries, 'recovery')}; the last pause took {seconds_text(job.last_pause_s)}.")
     return [one for one in found if one]
 
 
@@ -160,7 +161,7 @@ class JobTab:
         accuracy.line("x", "y", source=self._accuracy.model, color=GREEN, line_width=2)
         accuracy.scatter("x", "y", source=self._accuracy.model, color=GREEN, size=7, marker="square")
         self._accuracy.chart = accuracy
-        return [loss, accuracy]
+        return [shown_with_rows(loss, self._loss, self._test), shown_with_rows(accuracy, self._accuracy)]
 
     def _draw_speeds(self) -> list[Any]:
         hover = [("step", "@x{0}"), ("samples a second", "@y{0,0}")]
@@ -171,7 +172,7 @@ class JobTab:
         step.line("x", "y", source=self._step.model, color=BLUE, line_width=2)
         step.add_layout(self._predicted)
         self._speed.chart, self._step.chart = speed, step
-        return [speed, step]
+        return [shown_with_rows(speed, self._speed), shown_with_rows(step, self._step)]
 
     def _draw_ranks(self) -> list[Any]:
         hover = [("rank", "@rank"), ("shards", "@shards"), ("which", "@which"), ("", "@note")]
@@ -192,7 +193,7 @@ class JobTab:
             color=[BLUE, ORANGE, GREY], legend_label=["compute", "communicate", "idle"],
         )  # fmt: skip
         split.y_range.start = 0
-        return [shards, split]
+        return [shown_with_rows(shards, self._shards), shown_with_rows(split, self._splits)]
 
     def update(self, view: ClusterView) -> None:
         """Shows the chosen job of the view."""
@@ -235,7 +236,7 @@ class JobTab:
 
     def _show_text(self, job: JobView) -> None:
         title = f"Job {job.id}: {job.name}"
-        about = [job.status, job.strategy, plural(len(job.devices), "device")]
+        about = [job.status, job.strategy, counted(len(job.devices), "device")]
         about += [f"generation {job.generation}"] if job.generation else []
         about += [f"{job.parameters:,} parameters"] if job.parameters else []
         done = f'<progress max="{max(1, job.steps)}" value="{job.done}" aria-label="progress"></progress>'

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from hoop import job_events as ev
 from hoop.events import Event
 from hoop.job_events import Observed
+from hoop.texts import counted
 
 
 class MarkKind(StrEnum):
@@ -34,6 +37,8 @@ class Mark:
     source: str = "coordinator"
     seconds: float = 0.0
     """How long training paused; 0 where it did not or is unknown."""
+    subject: str = ""
+    """What it happened to, such as ``device 3``; empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,10 @@ _MARKED = {
 def mark_of_event(event: Event) -> Mark | None:
     """The mark of an event of the coordinator; None: it is only a line of the log."""
     kind = _MARKED.get(event.kind)
-    return None if kind is None else Mark(event.time, kind, event.text)
+    if kind is None:
+        return None
+    device = event.fields.get("device")
+    return Mark(event.time, kind, event.text, subject=f"device {device}" if device else event.kind)
 
 
 def mark_of_job_event(observed: Observed, job: int) -> Mark | None:
@@ -89,25 +97,64 @@ def mark_of_job_event(observed: Observed, job: int) -> Mark | None:
             return Mark(observed.time, MarkKind.RECOVERY, text, source, seconds)
         case ev.Resized():
             text = f"step {event.step}: {_count(event.ranks, 'rank')} after {_time(event.pause_s)}; nothing repeated"
-            return Mark(observed.time, MarkKind.RECOVERY, text, source, event.pause_s)
+            return Mark(observed.time, MarkKind.JOB, text, source, event.pause_s)
         case ev.Straggler():
             what = f"a straggler, {event.times:.1f} times slower" if event.slow else "no straggler any more"
             text = f"step {event.step}: rank {event.straggler} is {what}"
-            return Mark(observed.time, MarkKind.STRAGGLER, text, source)
+            return Mark(observed.time, MarkKind.STRAGGLER, text, source, subject=f"rank {event.straggler}")
         case ev.SnapshotTaken():
             text = f"step {event.steps}: rank {observed.rank}'s part of a checkpoint, {event.bytes:,} bytes"
-            return Mark(observed.time, MarkKind.CHECKPOINT, text, source)
+            return Mark(observed.time, MarkKind.CHECKPOINT, text, source, subject=f"step {event.steps}")
         case ev.StateLoaded():
             text = f"step {event.step}: device {event.device} has its state from {event.source}"
-            return Mark(observed.time, MarkKind.JOIN, text, source)
-        case ev.FaultInjected() | ev.DeviceLost() | ev.Damaged() | ev.WaitingForRestart() | ev.CoordinatorLost():
+            return Mark(observed.time, MarkKind.JOIN, text, source, subject=f"device {event.device}")
+        case ev.DeviceLost() | ev.Hung():
+            return Mark(observed.time, MarkKind.FAULT, describe(event), source, subject=f"device {event.device}")
+        case ev.FaultInjected() | ev.Damaged() | ev.WaitingForRestart() | ev.CoordinatorLost():
             return Mark(observed.time, MarkKind.FAULT, describe(event), source)
         case ev.CoordinatorBack():
             return Mark(observed.time, MarkKind.RECOVERY, event.text, source)
         case ev.Left():
             text = f"device {observed.device} (rank {observed.rank}) handed over and left the job"
-            return Mark(observed.time, MarkKind.LEAVE, text, source)
+            return Mark(observed.time, MarkKind.LEAVE, text, source, subject=f"device {observed.device}")
     return None
+
+
+SAME_S = 60.0
+"""Marks of one kind and subject within this time are of one happening, which several processes report."""
+NEAR_S = 10.0
+"""A fault of an unknown subject belongs to another fault within this time: links fail because a device was lost."""
+
+
+def count_happenings(marks: Sequence[Mark]) -> dict[MarkKind, int]:
+    """How often each kind of thing happened. Several marks may be of one happening.
+
+    A fault: a device that is suspect, dead, lost to a job. A recovery: the first mark of one after a fault; those
+    without a fault before them are of a job that has grown. Devices that joined before the first job began are what
+    the cluster began with.
+    """
+    counts = dict.fromkeys(reversed(MarkKind), 0)
+    seen: dict[tuple[MarkKind, str], float] = {}
+    last_fault, recovers = -math.inf, False
+    ordered = sorted(marks, key=lambda mark: mark.time)
+    first_job = next((mark.time for mark in ordered if mark.kind is MarkKind.JOB), -math.inf)
+    for mark in ordered:
+        key = mark.kind, mark.subject
+        known = mark.time - seen.get(key, -math.inf) <= SAME_S
+        seen[key] = mark.time
+        match mark.kind:
+            case MarkKind.FAULT:
+                of_device = mark.subject.startswith("device ")
+                known = known if of_device else mark.time - last_fault <= NEAR_S
+                last_fault, recovers = mark.time, recovers or not known
+            case MarkKind.RECOVERY:
+                known, recovers = not recovers, False
+            case MarkKind.JOIN:
+                known = known or mark.time < first_job or not mark.subject.startswith("device ")
+            case MarkKind.JOB:
+                known = mark.subject not in ("job_started", "job_found")
+        counts[mark.kind] += not known
+    return counts
 
 
 def line_of_job_event(observed: Observed, job: int) -> LogLine | None:
@@ -121,7 +168,8 @@ def describe(event: ev.JobEvent, rank: int = 0) -> str:
     """An event of a job in a few words."""
     match event:
         case ev.Started():
-            return f"{event.steps} steps, {event.parameters:,} parameters, {event.samples:,} samples"
+            numbers = {"step": event.steps, "parameter": event.parameters, "sample": event.samples}
+            return ", ".join(counted(number, thing) for thing, number in numbers.items())
         case ev.Evaluated():
             accuracy = f", accuracy {event.accuracy:.2%}" if event.accuracy is not None else ""
             return f"step {event.steps}: loss {event.loss:.4f}{accuracy} ({event.split})"

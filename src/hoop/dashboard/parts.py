@@ -48,7 +48,17 @@ _TABLE_STYLE = """
 def input_style() -> InlineStyleSheet:
     """For inputs, whose titles are in the colour of the page's text."""
     return InlineStyleSheet(
-        css=":host { color: var(--hoop-text); } .bk-input { color: #1a1a1a; background-color: #ffffff; }"
+        css=":host { color: var(--hoop-text); } .bk-input { color: var(--hoop-text); "
+        "background-color: var(--hoop-panel); border-color: var(--hoop-grid); }"
+    )
+
+
+def button_style() -> InlineStyleSheet:
+    """For buttons, in the colours of the page."""
+    return InlineStyleSheet(
+        css=".bk-btn-default { color: var(--hoop-text); background-color: var(--hoop-panel); "
+        "border-color: var(--hoop-muted); } "
+        ".bk-btn-default:hover, .bk-btn-default.bk-active { background-color: var(--hoop-grid); }"
     )
 
 
@@ -96,9 +106,20 @@ class Source:
         """The table that shows it."""
         self.chart: figure | None = None
         """The chart that draws it: outside the viewport it is not drawn."""
+        self._boxes: list[_Box] = []
+        """Tables and charts of this source that are hidden while they have no rows."""
         self._paced = paced
         self._updates, self._columns, self._at_pointer = updates, columns, frozenset(at_pointer)
         self._shown: dict[str, list[Any]] = {column: [] for column in columns}
+
+    @property
+    def _in_page(self) -> bool:
+        """Whether the browser has the model: not that of a chart or table without rows."""
+        return all(box.is_shown for box in self._boxes)
+
+    @property
+    def has_rows(self) -> bool:
+        return any(self._shown.values())
 
     def show(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the rows, each with a value by column."""
@@ -109,15 +130,60 @@ class Source:
         if not changed:
             return
         self._shown = columns
+        in_page = self._in_page
+        if not in_page:  # the browser gets the data with the model
+            self.model.data = dict(columns)
+        for box in self._boxes:
+            box.update()
         if self._updates is None:
+            if in_page:
+                self.model.data = dict(columns)
+        elif not (in_page and self._in_page):
+            self._updates.forget(self.model)
             self.model.data = dict(columns)
         else:
             drawn = bool(changed - self._at_pointer)
             self._updates.change_data(self.model, columns, drawn, self.table, self.chart, self._paced)
 
 
-def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220) -> LayoutDOM:
-    """A table with these columns: by field, the title and the width. Its cells are text, never HTML.
+class _Box:
+    """The place of a table or chart, which is empty while none of its sources has a row.
+
+    An empty box tells nobody anything, and Bokeh warns of a chart without data each time that it draws the page.
+    """
+
+    def __init__(self, content: LayoutDOM, sources: tuple[Source, ...], place: LayoutDOM) -> None:
+        self._content, self._sources, self._place = content, sources, place
+        self.is_shown = False
+        self._place.visible = False
+
+    def update(self) -> None:
+        """Shows the content if there are rows now, else removes it."""
+        shown = any(source.has_rows for source in self._sources)
+        if shown != self.is_shown:
+            self.is_shown = shown
+            self._place.children = [self._content] if shown else []
+            self._place.visible = shown
+
+
+def shown_with_rows(content: LayoutDOM, *sources: Source, **options: Any) -> LayoutDOM:
+    """A place for a table or chart that shows it while one of these sources, which it draws, has a row.
+
+    ``options``: of the place.
+    """
+    place = column(sizing_mode="stretch_width", **{"min_width": content.min_width, **options})
+    box = _Box(content, sources, place)
+    for source in sources:
+        source._boxes.append(box)
+    box.update()
+    return place
+
+
+def table(
+    source: Source, name: str, titles: Mapping[str, tuple[str, int]], height: int = 220, always: bool = False
+) -> LayoutDOM:
+    """A table with these columns: by field, the title and the width. Its cells are text, never HTML. Without rows it is
+    hidden, unless ``always``.
 
     On a page that is narrower than its columns together it is scrolled sideways.
     """
@@ -139,7 +205,10 @@ def table(source: Source, name: str, titles: Mapping[str, tuple[str, int]], heig
     source.table = found
     # Bokeh 3.9 draws a table again only when the number of its rows changes.
     source.model.js_on_change("data", CustomJS(args={"view": found.view}, code="view.change.emit()"))
-    return column(found, sizing_mode="stretch_width", styles={"overflow-x": "auto", "overflow-y": "hidden"})
+    styles = {"overflow-x": "auto", "overflow-y": "hidden"}
+    if always:
+        return column(found, sizing_mode="stretch_width", styles=styles)
+    return shown_with_rows(found, source, styles=styles, min_width=None)
 
 
 def chart(title: str, height: int = 240, hover: Sequence[tuple[str, str]] = (), **options: Any) -> figure:
@@ -185,10 +254,3 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def plural(number: int, what: str) -> str:
-    """Like ``1 device``, ``3 devices``, ``2 recoveries``."""
-    if number == 1:
-        return f"1 {what}"
-    return f"{number} {what[:-1]}ies" if what.endswith("ry") else f"{number} {what}s"

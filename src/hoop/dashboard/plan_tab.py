@@ -11,12 +11,13 @@ from bokeh.models import FactorRange, LayoutDOM
 
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.palette import CATEGORY_COLOURS
-from hoop.dashboard.parts import Source, chart, paragraph, plural, set_factors, set_text, text_block
+from hoop.dashboard.parts import Source, chart, paragraph, set_factors, set_text, text_block
 from hoop.dashboard.view import ClusterView
 from hoop.errors import HoopError
 from hoop.plan.instructions import CATEGORY, Instruction, InstructionKind
 from hoop.plan.unit_clock import timeline
 from hoop.strategies.catalog import adapt_to_devices, parse
+from hoop.texts import counted
 
 MAX_INSTRUCTIONS = 6000
 """Of a plan that is drawn."""
@@ -139,8 +140,8 @@ class PlanTab:
         grid = grid_of(job)
         about = ""
         if job is not None and grid.ranks:
-            shards = plural(job.num_microbatches, "shard")
-            about = f"Job {job.id}: {job.strategy} on {plural(grid.ranks, 'device')}, {shards} a step."
+            shards = counted(job.num_microbatches, "shard")
+            about = f"Job {job.id}: {job.strategy} on {counted(grid.ranks, 'device')}, {shards} a step."
         legend = (
             "0F3 is the forward of stage 0 on shard 3; B is a backward, L a load, A a sum of gradients, U an update. "
             "Drag the chart to move it, turn the wheel to zoom."

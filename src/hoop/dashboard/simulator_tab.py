@@ -23,6 +23,7 @@ from hoop.dashboard.parts import (
 )
 from hoop.dashboard.simulator import MAX_DEVICES, Answer, Question, Simulator
 from hoop.dashboard.view import ClusterView
+from hoop.texts import counted
 
 STRATEGIES = (
     "data",
@@ -46,7 +47,8 @@ MAX_BARS = 64
 
 def answer_texts(question: Question, answer: Answer | None, job: JobView) -> list[str]:
     """The prediction in sentences, beside what the job's steps take now."""
-    what = f"{question.strategy} on {question.devices} devices, {question.per_host} a host, {LINKS[question.link]}"
+    devices = counted(question.devices, "device")
+    what = f"{question.strategy} on {devices}, {question.per_host} a host, {LINKS[question.link]}"
     if answer is None:
         return [f"{what}: simulating …"]
     if answer.problem:

@@ -8,11 +8,22 @@ from typing import Any
 from bokeh.layouts import column
 from bokeh.models import Button, FactorRange, LayoutDOM
 
-from hoop.dashboard.marks import Mark, MarkKind
+from hoop.dashboard.marks import Mark, MarkKind, count_happenings
 from hoop.dashboard.palette import CATEGORY_COLOURS, GREY, MARK_COLOURS, MARK_SHAPES
-from hoop.dashboard.parts import Source, chart, paragraph, plural, seconds_text, set_factors, set_text, text_block
+from hoop.dashboard.parts import (
+    Source,
+    button_style,
+    chart,
+    paragraph,
+    seconds_text,
+    set_factors,
+    set_text,
+    shown_with_rows,
+    text_block,
+)
 from hoop.dashboard.tracer import Tracer, TraceSpan, TraceView
 from hoop.dashboard.view import ClusterView
+from hoop.texts import counted
 
 
 def mark_row(mark: Mark) -> dict[str, Any]:
@@ -60,7 +71,9 @@ def trace_text(trace: TraceView, busy: bool) -> str:
         return f"No trace: {trace.problem}"
     problem = f" Not all devices answered: {trace.problem}." if trace.problem else ""
     spans = f"{len(trace.spans):,} instructions"
-    return f"Job {trace.job}, steps from {trace.first_step + 1}: {spans} on {plural(trace.devices, 'device')}.{problem}"
+    return (
+        f"Job {trace.job}, steps from {trace.first_step + 1}: {spans} on {counted(trace.devices, 'device')}.{problem}"
+    )
 
 
 class TimelineTab:
@@ -93,7 +106,7 @@ class TimelineTab:
         self.layout: LayoutDOM = column(*parts, sizing_mode="stretch_width")
 
     def _draw_trace(self) -> list[LayoutDOM]:
-        button = Button(label="Trace the next steps", width=180, name="trace")
+        button = Button(label="Trace the next steps", width=180, name="trace", stylesheets=[button_style()])
         button.on_click(self._ask)
         self._trace_text = text_block("trace-text")
         self._spans = Source("spans", "device", "left", "right", "text", "category", "ms", "colour")
@@ -112,7 +125,7 @@ class TimelineTab:
         legend.label_text_font_size, legend.spacing, legend.padding = "12px", 6, 4
         plot.add_layout(legend, "above")
         self._trace_chart = plot
-        return [button, self._trace_text, plot]
+        return [button, self._trace_text, shown_with_rows(plot, self._spans)]
 
     def _ask(self) -> None:
         """Called by Bokeh on the server's thread: it only asks."""
@@ -137,13 +150,13 @@ class TimelineTab:
         self._view = view
         if self._tracer is not None:
             self._show_trace(self._tracer)
-        counts = {kind: sum(one.kind is kind for one in view.marks) for kind in reversed(MarkKind)}
-        shown = ", ".join(plural(number, str(kind)) for kind, number in counts.items() if number)
+        counts = count_happenings(view.marks)
+        shown = ", ".join(counted(number, str(kind)) for kind, number in counts.items() if number)
         last = [one for one in view.marks if one.kind in (MarkKind.FAULT, MarkKind.RECOVERY)][-5:]
         set_text(
             self._head,
             paragraph("Timeline", tag="h2"),
-            paragraph(f"Marks: {shown or 'none yet'}."),
+            paragraph(f"Until now: {shown or 'nothing'}."),
             *(paragraph(f"{time.strftime('%H:%M:%S', time.localtime(one.time))} {one.text}", "muted") for one in last),
         )
         self._marks.show([mark_row(one) for one in view.marks])

@@ -4,7 +4,8 @@ Bokeh would send a message for every source and text that has changed. For a cha
 page again, for a changed table measure all its columns, and for a changed text at the pointer draw the chart. On a
 machine that also trains this takes time from the devices, so the browser runs ``_APPLY`` instead: it changes the cells,
 the text, or the data that is read when the pointer is there, and Bokeh draws only charts whose drawing has changed.
-Charts outside the viewport are drawn when they are scrolled into it, and paced ones as often as ``PACED_SHARE`` allows.
+Charts outside the viewport are drawn when they are scrolled into it, and paced ones as often as ``PACED_SHARE`` allows;
+tables are always up to date.
 
 Until the browser has the page, changes are made in the models, which the page is made from.
 """
@@ -135,7 +136,8 @@ for (const [id, data, {appended, drawn, paced, table: table_id, chart: chart_id}
     data[name] = appended ? [...before[name], ...values] : values
   }
   // A source has the data that are drawn: Bokeh may draw its chart again for another reason.
-  if (one != null && (one.waiting.has(source) || (drawn && (paced || !one.visible)))) {
+  const waits = table == null && (one?.waiting.has(source) || (drawn && (paced || !one?.visible)))
+  if (one != null && waits) {
     one.waiting.set(source, data)
     continue
   }
@@ -235,6 +237,11 @@ class PageUpdates:
             self._texts[block.id] = text
         else:
             block.text = text
+
+    def forget(self, source: ColumnDataSource) -> None:
+        """The browser gets this whole source with what it shows: later changes are not compared with earlier ones."""
+        self._sources.pop(source.id, None)
+        self._sent_columns.pop(source.id, None)
 
     def change_data(
         self,

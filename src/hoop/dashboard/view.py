@@ -276,7 +276,7 @@ def _device(
         buffers=_largest((*in_arena, *gpu)),
         job=job,
         rank=rank,
-        activity=_activity(member, before.activity if before is not None else None, job),
+        activity=None if gone_at else _activity(member, before.activity if before is not None else None, job),
         gone_at=gone_at,
     )
 

@@ -11,7 +11,7 @@ from bokeh.models import FactorRange, LayoutDOM, Span
 from hoop.dashboard.activity_view import PARTS
 from hoop.dashboard.job_view import JobView
 from hoop.dashboard.palette import PART_COLOURS, RED
-from hoop.dashboard.parts import Source, bytes_text, chart, seconds_text, set_factors, table
+from hoop.dashboard.parts import Source, bytes_text, chart, seconds_text, set_factors, shown_with_rows, table
 from hoop.dashboard.updates import PageUpdates
 from hoop.dashboard.view import DeviceView
 
@@ -85,7 +85,7 @@ class WorkPanel:
         )
         self._bars.chart = self._chart = self._draw()
         self.layout: LayoutDOM = column(
-            self._chart,
+            shown_with_rows(self._chart, self._bars),
             table(
                 self._table,
                 "worker-table",

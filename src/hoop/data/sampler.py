@@ -21,12 +21,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from hoop.data.dataset import Indices
 from hoop.errors import InvalidArgument, OutOfRange
+
+if TYPE_CHECKING:
+    from hoop.data.dataset import Indices
 
 ORDER, FLIP, CROP, ITEM = range(4)
 """Purposes of a draw: the last part of its key, so that two uses never share random numbers."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from torch import nn
 from hoop.client.cluster import Cluster, connect
 from hoop.collectives.rank_context import RankContext
 from hoop.config import parse_size
+from hoop.data.user_data import user_data
 from hoop.elastic.loop_checkpoints import LoopCheckpoints, Resume
 from hoop.elastic.objects import LoopTrainableState
 from hoop.elastic.run_cluster import MEET_TIMEOUT_S, find_cluster
@@ -34,19 +36,23 @@ from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, FailedPrecondition
 from hoop.job_events import Emit
 from hoop.launch.forked import start_coordinator
-from hoop.runs.user_data import user_data
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceServer, wait_for_token
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
 
+log = logging.getLogger("hoop.elastic")
 JOB = "elastic:run"
 LOOK_S = 1.0
 """Seconds between two checks, by a process that waits for the first step, whether the run is over."""
 POLL_S = 0.05
 LEAVE_TIMEOUT_S = 20.0
 """Seconds that a process that has finished waits for its device to leave, and rank 0 for the other devices."""
+
+
+class _NothingLeft(Exception):
+    """The others have finished the run before this process, which was started again, could take part."""
 
 
 class Run:
@@ -64,7 +70,7 @@ class Run:
         out: str | Path | None = None,
         resume: Resume = False,
         on: str | None = None,
-        memory: int | str = "256MiB",
+        memory: int | str | None = None,
         **settings: Any,
     ) -> None:
         """``model``, ``optimizer``, ``scheduler``: one, or a list or dict of them, equal on every device.
@@ -72,8 +78,9 @@ class Run:
         ``scheduler`` steps after every step. ``state``: further objects with ``state_dict``, by name. ``data``: as in
         ``hoop.train``. ``out``: folder for a checkpoint after every epoch (``checkpoint_every``; the last ``keep``);
         with ``resume`` the run goes on from the newest one there, with ``resume="auto"`` if there is one. ``on``: the
-        scheduler that started the processes, where it is not detected. ``settings``: epochs, batch_size, shards, seed,
-        clip, shuffle, drop_last, max_steps, timeout_s.
+        scheduler that started the processes, where it is not detected. ``memory``: bytes of this device's arena, or as
+        "2GiB"; without it, it takes what the run needs. ``settings``: epochs, batch_size, shards, seed, clip, shuffle,
+        drop_last, max_steps, timeout_s.
         """
         self.objects = LoopTrainableState(model, optimizer, scheduler, state)
         splits, stated = user_data(data, collate_fn)
@@ -81,7 +88,7 @@ class Run:
         # The loop computes in its own thread, and decides there whether denormal numbers count as zero.
         usual = {"accelerator": "cpu", "trace_steps": 0, "flush_denormals": False}
         chosen = {**usual, **every, **stated, **settings}
-        self.settings = Settings(job=JOB).replaced(chosen).check()
+        self.settings = Settings(job=JOB, hang_s=0.0).replaced(chosen).check()
         self._checkpoints = LoopCheckpoints(out, self.settings.keep, resume)
         self._exchange = LoopExchange()
         self._job = OwnLoopJob(
@@ -91,7 +98,7 @@ class Run:
             objects=self.objects,
             exchange=self._exchange,
         )
-        self._cluster = find_cluster(os.environ, parse_size(memory, "memory"), on)
+        self._cluster = find_cluster(os.environ, None if memory is None else parse_size(memory, "memory"), on)
         self._began = threading.Event()
         """Set when the training thread has started."""
         self._leaving = threading.Event()
@@ -104,7 +111,11 @@ class Run:
         """Number of this process among those that the launcher started."""
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the run, in order. A step comes again if a device is lost, with the shards that are missing."""
+        """The steps of the run, in order. A step comes again if a device is lost, with the shards that are missing.
+
+        A process that was started again and comes after the end of the run ends here, with code 0: its model is not
+        trained, and what follows the loop must not be done with it.
+        """
         device = threading.Thread(target=self._serve, name="hoop-elastic", daemon=True)
         device.start()
         try:
@@ -118,6 +129,9 @@ class Run:
             self._over.set()
             self._ending.set()
             device.join(2 * LEAVE_TIMEOUT_S)
+        if isinstance(message.error, _NothingLeft):
+            log.warning("rank %d: the others have finished the run; nothing is left for this process", self.rank)
+            raise SystemExit(0)
         if error := error_of(message):
             raise error
 
@@ -197,6 +211,8 @@ class Run:
                 self._start_job(client)
             while not self._began.wait(LOOK_S) and not self._over.is_set():
                 jobs = client.status().jobs
+                if jobs and jobs[-1].status == "ended" and self._cluster.restarted:
+                    raise _NothingLeft
                 if jobs and all(job.status != "running" for job in jobs):
                     raise FailedPrecondition(
                         f"rank {self.rank}: the run has ended before this process could take part: "

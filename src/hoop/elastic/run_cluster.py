@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hoop.launch.forked import LEASE_S, meeting_coordinator
+from hoop.launch.forked import meeting_coordinator
 from hoop.launch.rank_processes import RESTART_COUNT
-from hoop.launch.run_coordinator import COORDINATOR, TOKEN
+from hoop.launch.run_coordinator import COORDINATOR
 from hoop.membership.heartbeats import DetectorConfig
+from hoop.resources import TRAINING, largest_arena
 from hoop.runs.meeting import rank_credentials, rank_device
 from hoop.schedulers.base import Placement
 from hoop.schedulers.catalog import find_placement
@@ -21,8 +22,9 @@ from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.device import DeviceConfig
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
+from hoop.wire.channels import LOCAL_LEASE_S
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, new_token
+from hoop.wire.tokens import RUN_VARIABLE, Token, new_token
 
 MEET = "HOOP_MEET"
 """Environment variable with the meeting point, where the scheduler does not name one; the same as for ``hoop
@@ -52,15 +54,19 @@ class RunCluster:
         return self.rank == 0 and not self.restarted
 
 
-def find_cluster(environ: Mapping[str, str], memory: int, on: str | None = None) -> RunCluster:
-    """The cluster of the process with this environment. ``memory``: bytes of its device's arena.
+def find_cluster(environ: Mapping[str, str], memory: int | None, on: str | None = None) -> RunCluster:
+    """The cluster of the process with this environment. ``memory``: bytes of its device's arena; None: it
+    grows with what the run needs, up to the process's share of this machine.
 
     ``on``: name of the scheduler, as in ``hoop train --on``; None: it is detected.
     """
     if COORDINATOR in environ:
-        token = Token.parse(environ[TOKEN], TOKEN)
+        token = Token.parse(environ[RUN_VARIABLE], RUN_VARIABLE)
         device = DeviceConfig(
-            Address.parse(environ[COORDINATOR], COORDINATOR), memory, credentials=Credentials(Role.DEVICE, token)
+            Address.parse(environ[COORDINATOR], COORDINATOR),
+            memory or largest_arena(int(environ["LOCAL_WORLD_SIZE"]), TRAINING),
+            grows=memory is None,
+            credentials=Credentials(Role.DEVICE, token),
         )
         restarted = environ.get(RESTART_COUNT, "0") != "0"
         return RunCluster(int(environ["RANK"]), int(environ["WORLD_SIZE"]), None, device, restarted)
@@ -69,16 +75,21 @@ def find_cluster(environ: Mapping[str, str], memory: int, on: str | None = None)
     return _alone(memory) if placement is None else _scheduled(placement, memory)
 
 
-def _alone(memory: int) -> RunCluster:
+def _alone(memory: int | None) -> RunCluster:
     token = Token.parse(new_token())
     coordinator = CoordinatorConfig(
-        detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, token)
+        detector=DetectorConfig(lease_s=LOCAL_LEASE_S), credentials=Credentials(Role.COORDINATOR, token)
     )
-    device = DeviceConfig(Address("127.0.0.1", 0), memory, credentials=Credentials(Role.DEVICE, token))
+    device = DeviceConfig(
+        Address("127.0.0.1", 0),
+        memory or largest_arena(1, TRAINING),
+        grows=memory is None,
+        credentials=Credentials(Role.DEVICE, token),
+    )
     return RunCluster(0, 1, coordinator, device)
 
 
-def _scheduled(placement: Placement, memory: int) -> RunCluster:
+def _scheduled(placement: Placement, memory: int | None) -> RunCluster:
     credentials, point = rank_credentials(placement), placement.meeting_point
     assert point is not None, "checked by find_placement"
     coordinator = None

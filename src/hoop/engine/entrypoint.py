@@ -47,9 +47,9 @@ def train_rank(
     from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
     from hoop.engine.settings import Settings
-    from hoop.engine.stage.accelerator import DEVICE_ERRORS, OUT_OF_MEMORY
+    from hoop.engine.stage.accelerator import DEVICE_ERRORS
     from hoop.engine.trainer import Trainer
-    from hoop.engine.user_code import attribute_exceptions
+    from hoop.engine.user_code import attribute_exceptions, is_out_of_memory
 
     checked = Settings.from_json(settings).check()
     if checked.faults:
@@ -62,17 +62,29 @@ def train_rank(
             trainer.join() if context.joining else trainer.train()
         except DEVICE_ERRORS as error:
             trainer.forget_gpu_state()
+            what = _out_of_gpu_memory(error, checked) if is_out_of_memory(error) else str(error)
             if trainer.ranks > 1:
-                _end_process(error, context, emit)
-            text = f"device {context.device} ran into: {error}"
-            if isinstance(error, OUT_OF_MEMORY):
+                _end_process(what, context, emit)
+            text = f"device {context.device} ran into: {what}"
+            if is_out_of_memory(error):
                 raise FailedPrecondition(text) from error
             raise PeerLost(text, cause=PeerCause.DEVICE_LOST) from error  # a new process may go on
         finally:
             trainer.close()
 
 
-def _end_process(error: Exception, context: RankContext, emit: Emit) -> NoReturn:
+def _out_of_gpu_memory(error: Exception, settings: Settings) -> str:
+    """What did not fit on a GPU beside the user's model, and what makes room."""
+    fewer = f"fewer shards (--set shards={settings.shards // 2})" if settings.shards > 1 else "a smaller model"
+    text = str(error).partition(" If reserved but unallocated")[0].strip()
+    return (
+        f"{text} The memory of its GPU is full: a device holds the gradients of the shards that it computes in a step "
+        f"at once, {settings.shards} times the size of the model if it computes all of them, beside weights, optimizer "
+        f"state and activations. Use {fewer}, a smaller --batch-size, --set recompute=true, or more GPUs"
+    )
+
+
+def _end_process(error: str, context: RankContext, emit: Emit) -> NoReturn:
     """Ends this device after an error of its GPU, as if it had been killed: the other devices of the job go on.
 
     After most of these errors no call of CUDA works any more in this process.

@@ -18,15 +18,17 @@ from typing import Any, Literal
 from torch import nn
 
 from hoop.data.dataset import Splits
+from hoop.data.user_data import user_data
+from hoop.engine.job_names import check_job_name
 from hoop.engine.job_source import check_declared, check_declared_in_spec, check_path_writers, find_spec
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import LOSSES, MEAN, REDUCTIONS, SUM, Criterion, Loss, loss_named
 from hoop.errors import InvalidArgument, NotFound
 
-INHERITED: list[Job] = []
-"""Jobs made of live objects, by index: ``inherited:0`` names the first. Devices forked from this process have them."""
+GIVEN = "hoop.train"
+"""Name of a job that a program has made of its objects. It travels by value (``runs/by_value.py``)."""
 LOADED: dict[str, Job] = {}
-"""Jobs that this process has resolved, by the name that devices get. Devices forked from this process have them."""
+"""Jobs that this process has loaded, by the name that devices get. Devices forked from this process have them."""
 _FACTORIES = {
     "optimizer": "give a function of the parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)",
     "parameter_groups": "give a function of the model that returns a list of dicts with 'params'",
@@ -43,13 +45,16 @@ class Job:
     blocks. ``loss`` is a name, or a function of (outputs, targets) that returns the mean or the sum over the samples,
     or one value per sample. It trains as in PyTorch on the whole batch: with the mean, the sum, or the mean of the
     values.
-    ``reduction`` states which of them ``loss`` returns, ``mean``, ``sum`` or ``none``, if Hoop cannot find out.
+    ``reduction`` states which of them ``loss`` returns, ``mean``, ``sum`` or ``none``, where neither the type of the
+    loss nor its graph says so (``engine/loss_graph.py``).
     ``loss(model, batch)`` calls the model itself, for any batch; it may also return (sum, count), or a dict with
     ``loss`` and further metrics (``engine/custom/loss.py``).
     """
 
     model: Callable[[int], nn.Module]
-    data: Callable[[], Splits]
+    data: Callable[[], Any]
+    """Function that returns ``Splits``, or anything else that ``hoop.train`` takes as data; after the job is made it
+    returns ``Splits``."""
     loss: str | Loss | Criterion | Callable[..., Any] = "cross_entropy"
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
@@ -67,7 +72,28 @@ class Job:
     ema: float = 0.0
     """Decay of an exponential moving average of the weights, such as 0.999; 0: no average."""
 
+    def __new__(cls, *_: Any, **given: Any) -> Job:
+        """Raises for a field that a job does not have, with the place where it belongs."""
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        own = [parameter.name for parameter in parameters]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # a class of the user's
+            return super().__new__(cls)
+        for name in sorted(given.keys() - set(own)):
+            try:
+                Settings().replaced({name: given[name]})
+            except InvalidArgument:
+                raise InvalidArgument(f"Job: it has no {name}; there are {', '.join(own)}") from None
+            raise InvalidArgument(
+                f"Job: it has no {name}, which is a setting: hoop.Job(…, settings={{{name!r}: {given[name]!r:.40}}})"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        if not callable(self.data):
+            raise InvalidArgument(
+                f"data: {type(self.data).__name__} is not a function; a Job takes one that loads the data: lambda: …"
+            )
+        object.__setattr__(self, "data", _LoadedSplits.of(self.data, self.settings))
         if self.reduction is not None and self.reduction not in REDUCTIONS:
             raise InvalidArgument(
                 f"reduction: {self.reduction!r} is unknown; known: {', '.join(REDUCTIONS)}, what the loss returns"
@@ -120,6 +146,29 @@ class Job:
         return Settings().replaced({"job": name, **self.settings})
 
 
+@dataclass(frozen=True)
+class _LoadedSplits:
+    """A job's data function, whose result, of any form that ``hoop.train`` takes, becomes ``Splits``."""
+
+    function: Callable[[], Any]
+    settings: Mapping[str, Any]
+    """The job's settings: a ``DataLoader`` states some of them, and they must agree."""
+
+    @classmethod
+    def of(cls, function: Callable[[], Any], settings: Mapping[str, Any]) -> _LoadedSplits:
+        return cls(function.function if isinstance(function, cls) else function, settings)
+
+    def __call__(self) -> Splits:
+        splits, stated = user_data(self.function())
+        effective = {name: self.settings.get(name, getattr(Settings(), name)) for name in stated}
+        if effective != stated:
+            raise InvalidArgument(
+                f"data: the DataLoader has {stated}, and devices take these from the job's settings, where they are "
+                f"{effective}; write hoop.Job(…, settings={stated})"
+            )
+        return splits
+
+
 def check_model_function(model: Any) -> None:
     """Raises InvalidArgument unless ``model`` can be called with a seed, as ``Job.model`` is."""
     name = getattr(model, "__name__", None) or type(model).__name__
@@ -158,6 +207,10 @@ def build_model(job: Job, seed: int) -> nn.Module:
         raise InvalidArgument(
             f"model: for the seed {seed} it returned {type(model).__name__}, not a torch.nn.Module; return the model"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidArgument(
+            f"model: {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train"
+        )
     return model
 
 
@@ -170,6 +223,11 @@ def names_of(model: nn.Module) -> dict[int, str]:
     """Name of each parameter and buffer in the model's ``state_dict``, by ``id``."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {id(tensor): name for name, tensor in named}
+
+
+def is_given(name: str) -> bool:
+    """Whether a job's name is that of a job of a program's objects, which only that program has."""
+    return name == GIVEN or name.startswith("inherited:")  # in folders of older versions
 
 
 def import_path(name: str) -> str:
@@ -191,8 +249,8 @@ def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None)
     which the user that started this device chose and no other user can write to. It is executed only if it declares the
     ``Job``, or a function annotated to return one (``job_source``).
     """
-    if name in recipes or name.startswith("inherited:"):
-        return find_job(name, recipes)
+    if name in recipes:
+        return recipes[name]
     if name in LOADED:
         return LOADED[name]
     if not _IMPORT_PATH.fullmatch(name):
@@ -230,26 +288,17 @@ def _not_here(name: str, where: str, path: Path | None, reason: str) -> NotFound
     )
 
 
-def inherit(name: str, job: Job) -> None:
-    """Makes ``inherited:N`` name this job in this process, as if it were forked from the one that made the job."""
-    index = int(name.rpartition(":")[2])
-    INHERITED.extend([job] * (index + 1 - len(INHERITED)))
-    INHERITED[index] = job
-
-
 def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
-    """Resolves a job's name in the user's process: a recipe, ``file.py:name``, ``module:name`` or ``inherited:0``."""
+    """Resolves a job's name in the user's process: a recipe, ``file.py:name`` or ``module:name``."""
     if name in recipes:
         return recipes[name]
-    where, colon, attribute = name.rpartition(":")
-    if not colon:
+    if is_given(name):
         raise NotFound(
-            f"job: {name!r} is no recipe; there are {', '.join(recipes)}; your own is file.py:name or module:name"
+            f"job: {name}: a program has made this job of its own objects; run that program again, with resume=True in "
+            "hoop.train to go on from a checkpoint"
         )
-    if where == "inherited":
-        if not attribute.isdigit() or int(attribute) >= len(INHERITED):
-            raise NotFound(f"job: {name!r} was not inherited: this device was not started by that process")
-        return INHERITED[int(attribute)]
+    check_job_name(name, recipes)
+    where, _, attribute = name.rpartition(":")
     found = getattr(_module(where, name), attribute, None)
     if found is None:
         raise NotFound(f"job: {where} has no {attribute!r}")
@@ -270,10 +319,7 @@ def _module(where: str, name: str) -> Any:
             return importlib.import_module(where)
         except ImportError as error:
             raise NotFound(f"job: {name}: {where} cannot be imported here: {error}") from None
-    path = Path(where).resolve()
-    if not path.is_file():
-        raise NotFound(f"job: {where} is not a file on this machine ({path})")
-    return _from_file(path)
+    return _from_file(Path(where).resolve())
 
 
 def _from_file(path: Path, neighbours: bool = True) -> Any:

@@ -1,5 +1,6 @@
 """One rank's activity for other threads: sums of its profiler, and a trace of a few steps on request.
 
+    watching thread    progress  for a rank that hangs (``servers/hang_watch.py``)
     heartbeat thread   read      copies sums that the profiler keeps anyway: the training thread does nothing for it
     device service     trace     asks for the next steps, and waits
     training thread    begin_step, end_step   one attribute is read while no trace was requested
@@ -9,10 +10,12 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
-from hoop.collectives.rank_context import InstructionSpan, RankActivity, StepTrace
+from hoop.collectives.rank_context import InstructionSpan, RankActivity, RankProgress, StepTrace
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.profiler import now
 from hoop.errors import FailedPrecondition
@@ -22,6 +25,11 @@ from hoop.plan.plan import Plan
 
 MAX_SPANS = 5000
 """Maximum number of spans in a trace; later instructions are left out."""
+USUAL_STEPS = 20
+"""A rank hangs after this many times its usual step, if that is more than the setting ``hang_s``."""
+UNUSUAL = 10
+"""First steps, evaluations, checkpoints and the loading of data may take this many times ``hang_s``."""
+KEPT_DURATIONS = 32
 _EMPTY = RankActivity()
 _COMMUNICATION = tuple(category for category, share in SHARE.items() if share == COMMUNICATE)
 Span = tuple[str, str, float, float]
@@ -42,7 +50,16 @@ class _TraceRequest:
 class LiveActivity:
     """What a rank does. One trainer owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_s: float) -> None:
+        """``hang_s``: seconds without progress after which the rank hangs; 0: never."""
+        self._hang_s = hang_s
+        self._durations: deque[float] = deque(maxlen=KEPT_DURATIONS)
+        """Seconds of the last strides but the first of each generation."""
+        self._step_began: float | None = None
+        """Time when the stride under way began; None: none is under way."""
+        self._first_stride = True
+        self._over = False
+        self._done = 0
         self._executor: PlanExecutor | None = None
         self._steps = 0
         self._request: _TraceRequest | None = None
@@ -63,6 +80,8 @@ class LiveActivity:
     def attach(self, executor: PlanExecutor | None) -> None:
         """The executor that runs the rank's steps from now on; None: the job is over, and its memory is to be freed."""
         self._executor, self._first_span, self._traces = executor, None, False
+        self._over = executor is None
+        self._step_began, self._first_stride = None, True
         if executor is None:
             self._plan = None
 
@@ -73,6 +92,7 @@ class LiveActivity:
         spans = executor.profiler.spans
         if self._first_span is not None:  # a failure interrupted the last step
             del spans[self._first_span :]
+        self._step_began = now()
         requested = self._request is not None
         executor.profiler.tracing = first_steps or requested
         self._first_span = len(spans) if requested and not first_steps else None
@@ -81,6 +101,9 @@ class LiveActivity:
     def end_step(self, done: int, steps: int) -> None:
         """Called after these steps; ``done``: steps done in the job."""
         self._steps += steps
+        if self._step_began is not None and not self._first_stride:
+            self._durations.append(now() - self._step_began)
+        self._step_began, self._first_stride, self._done = None, False, done
         request, executor = self._request, self._executor
         traced, self._traces = self._traces, False
         if executor is not None and traced:
@@ -122,6 +145,26 @@ class LiveActivity:
             bytes_sent=executor.bytes_sent,
             shards=shards,
             stages=stages,
+        )
+
+    def progress(self) -> RankProgress | None:
+        """What changes as the rank gets on, and how long it may take until it does; None: the job is over."""
+        executor = self._executor
+        if self._over or not self._hang_s:
+            return None
+        usual_s = statistics.median(list(self._durations) or [0.0])
+        limit_s = max(self._hang_s, USUAL_STEPS * usual_s)
+        unusual_s = max(limit_s, UNUSUAL * self._hang_s)
+        in_step = self._step_began is not None and not self._first_stride
+        profiler = executor.profiler if executor is not None else None
+        count = self._steps, *((profiler.instructions, profiler.last_end) if profiler is not None else ())
+        return RankProgress(
+            count=count,
+            step=self._done + 1,
+            hang_s=self._hang_s,
+            limit_s=limit_s if in_step else unusual_s,
+            unusual_limit_s=unusual_s,
+            on_gpu=executor is not None and executor.accelerator is not None,
         )
 
     def trace(self, steps: int, timeout_s: float) -> StepTrace:

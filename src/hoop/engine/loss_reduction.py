@@ -1,13 +1,11 @@
-"""Determines the reduction of a user's loss function by calling it: mean, sum, or none (one value a sample).
+"""The reduction of a loss of (outputs, targets), and which path trains it: the flat one, or ``engine/custom``.
 
-    (1) compute the model's outputs for some training samples
-    (2) compare the loss of all of them with the losses of parts of them:
-            the sum of the parts                          ──▶ sum
-            the mean of the parts, weighted by samples    ──▶ mean
-            one row a sample, the same in every part      ──▶ none
-            none of these                                 ──▶ an error, with a remedy
-    (3) in training, check a mean again on every shard that contains a new target value: a class with another weight,
-        or one that is ignored, may be rare
+    (1) a value a sample is known by its shape                                  ──▶ none
+    (2) a scalar is known by its type (``torch_losses``), read from its graph
+        (``loss_graph``), or stated by the job                                  ──▶ mean or sum, else an error
+    (3) a mean over the targets that count (class weights, ignored labels)      ──▶ (sum, count), by ``engine/custom``
+    (4) the loss of some samples is compared with the losses of parts of them: this may only refuse it
+    (5) in training, what was read is read again for every shard
 
 The trial calls have no side effects: random generators and buffers are restored. The loss itself is computed in
 ``stage/autograd.py``, or in ``custom/loss.py`` for jobs of ``engine/custom``.
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,20 @@ from torch import Tensor, nn
 
 from hoop.data.dataset import Dataset
 from hoop.data.structured import StructuredDataset, structured
-from hoop.engine.custom.loss import CustomLoss, find_loss, needs_custom, takes_model
+from hoop.engine.custom.loss import (
+    CustomLoss,
+    OutputsLoss,
+    check_callable,
+    check_parts,
+    check_stated,
+    find_loss,
+    needs_custom,
+    unknown_scalar,
+    without_gradient,
+)
 from hoop.engine.job import Job, build_model
-from hoop.engine.loss_trial import CUTS, SAMPLES, TOLERANCE, Decomposition, no_side_effects
+from hoop.engine.loss_graph import Basis, Reading, read
+from hoop.engine.loss_trial import CUTS, TOLERANCE, no_side_effects, sample_indices
 from hoop.engine.stage.autograd import (
     MEAN,
     NONE,
@@ -39,47 +48,100 @@ from hoop.engine.stage.autograd import (
     call_loss,
     function_name,
     loss_named,
+    naming_wrong_targets,
 )
+from hoop.engine.torch_losses import ClassMean, is_torch_module, stated_reduction
 from hoop.errors import InvalidArgument
 
-_REMEDY = (
-    "state what Hoop is to take it for, reduction='mean' or 'sum', in hoop.train or hoop.Job: 'mean' weights each "
-    "shard's value by its number of samples, which is exact with shards=1"
-)
+IGNORED = -100
+"""The target that PyTorch's losses over classes ignore by default."""
 
 
-def with_criterion(job: Job, data: Dataset, seed: int, model: nn.Module | None = None) -> Job:
+def with_criterion(job: Job, data: Dataset | StructuredDataset, seed: int, model: nn.Module | None = None) -> Job:
     """Return the job with a ``Criterion``, or with a ``CustomLoss`` if it has to be trained by ``engine/custom``.
 
-    Raises if the reduction cannot be determined and the job does not state it. Every process that computes a loss calls
-    it before the first step, with the training data. ``model``: by default the job's own, which is only built if it is
+    Raises if the reduction is not known and the job does not state it. Every process that computes a loss calls it
+    before the first step, with the training data. ``model``: by default the job's own, which is only built if it is
     needed.
     """
-    if isinstance(job.loss, CustomLoss | Criterion):
-        return job
     function: Any = job.loss
-    custom = job.has_own_parts or takes_model(function) or isinstance(data, StructuredDataset)
-    if job.criterion is not None and not custom and model is None:
+    if isinstance(function, CustomLoss | Criterion):
         return job
-    if model is None:
-        with no_side_effects():
-            model = build_model(job, seed)
-    if custom or needs_custom(model):
+    if isinstance(data, StructuredDataset):
+        return _with_custom_loss(job, data, seed, _model_of(job, seed, model))
+    targets = known_targets(data)
+    if isinstance(function, str):
+        _check_named(function, targets)
+        if model is None and not job.has_own_parts:
+            return job
+    model = _model_of(job, seed, model)
+    if job.has_own_parts or needs_custom(model):
         return _with_custom_loss(job, data, seed, model)
-    if job.criterion is not None:
+    if isinstance(function, str):
         return job
-    indices = np.linspace(0, len(data) - 1, SAMPLES).astype(np.int64)
+    check_callable(function)
+    class_mean = ClassMean.of(function)
+    if class_mean is not None:
+        class_mean.check(job.reduction)
+    if class_mean is not None and targets is not None and not class_mean.is_dense(targets):
+        return _with_custom_loss(job, data, seed, model)
+    indices = sample_indices(model, len(data), lambda part: data.batch(part, epoch=0, seed=seed))
     inputs, targets = data.batch(indices, epoch=0, seed=seed)
-    with no_side_effects(model, function), torch.no_grad():
-        outputs: Any = model(inputs)
-        custom = not isinstance(outputs, Tensor) or isinstance(function(outputs, targets), dict | tuple)
-    if custom:
-        return _with_custom_loss(job, data, seed, model)
-    with no_side_effects(model, function), torch.no_grad():
-        reduction = reduction_of(function, outputs, targets)
-        Objective(Criterion.of(function, reduction))(outputs, targets, SAMPLES)  # raises if there is no gradient
-    check = _MeanCheck(function, targets) if reduction == MEAN else None
-    return dataclasses.replace(job, loss=Criterion.of(function, reduction, check))
+    with no_side_effects(model, function):
+        with torch.no_grad():
+            outputs: Any = model(inputs)
+        value = _call(function, outputs, targets) if isinstance(outputs, Tensor) else None
+        if value is None or (class_mean is not None and not class_mean.is_dense(targets)):
+            criterion = None
+        elif class_mean is not None:
+            criterion = Criterion.of(function, MEAN, _Counted(class_mean))
+        else:
+            criterion = find_criterion(function, job.reduction, outputs, targets)
+        if criterion is not None:
+            Objective(criterion)(outputs, targets, len(targets))  # raises if there is no gradient
+            return dataclasses.replace(job, loss=criterion)
+    return _with_custom_loss(job, data, seed, model)
+
+
+def _model_of(job: Job, seed: int, model: nn.Module | None) -> nn.Module:
+    if model is not None:
+        return model
+    with no_side_effects():
+        return build_model(job, seed)
+
+
+def _call(function: Any, outputs: Tensor, targets: Tensor) -> Any:
+    """What a loss returns for outputs and targets; None if it is to be called as a custom one.
+
+    That is a loss that cannot be called with them, or that returns (sum, count) or metrics.
+    """
+    if is_torch_module(function):
+        with naming_wrong_targets(outputs, targets):
+            return function(outputs, targets)
+    try:
+        returned = function(outputs, targets)
+    except Exception:
+        return None  # custom training calls it with the model too, and reports the error
+    return None if isinstance(returned, dict | tuple) else returned
+
+
+def known_targets(data: Any) -> Tensor | None:
+    """All targets of a dataset that has them in memory, if they are classes."""
+    for name in ("targets", "labels"):
+        targets = getattr(data, name, None)
+        targets = torch.tensor(targets) if isinstance(targets, np.ndarray) else targets
+        if isinstance(targets, Tensor):
+            return None if targets.is_floating_point() else targets
+    return None
+
+
+def _check_named(name: str, targets: Tensor | None) -> None:
+    """Raises if Hoop's cross-entropy gets targets that are ignored: it is the mean over all of them."""
+    if name == "cross_entropy" and targets is not None and bool((targets == IGNORED).any()):
+        raise InvalidArgument(
+            f"loss: 'cross_entropy' is the mean over all targets, and some are {IGNORED}, which PyTorch ignores; give "
+            "loss=torch.nn.CrossEntropyLoss(), the mean over the others"
+        )
 
 
 def _with_custom_loss(job: Job, data: Dataset | StructuredDataset, seed: int, model: nn.Module) -> Job:
@@ -91,7 +153,7 @@ def _with_custom_loss(job: Job, data: Dataset | StructuredDataset, seed: int, mo
     return dataclasses.replace(job, loss=find_loss(function, stated, structured(data), model, seed), reduction=None)
 
 
-class _NamedLoss:
+class _NamedLoss(OutputsLoss):
     """One of Hoop's losses by name, as (sum, count)."""
 
     def __init__(self, name: str, as_sum: bool) -> None:
@@ -104,63 +166,58 @@ class _NamedLoss:
                     f"loss: {self._name!r} takes tensors, and {field} {type(value).__name__}; give a function of "
                     "(outputs, targets), or of (model, batch), that returns the loss"
                 )
+        _check_named(self._name, None if targets.is_floating_point() else targets)
         total = self._function(outputs, targets)
         return total if self._as_sum else (total, len(targets))
 
 
-def reduction_of(function: Loss, outputs: Tensor, targets: Tensor) -> str:
-    """Return the reduction of a loss function: ``mean``, ``sum`` or ``none``; raises if it has none of them."""
-    whole = call_loss(function, outputs, targets)
-    if whole.numel() > 1:
-        _check_rows(function, outputs, targets, whole)
-        return NONE
-    weighted = isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) and function.weight is not None
-    if weighted and function.reduction == MEAN and not targets.is_floating_point():  # type: ignore[attr-defined]
-        raise InvalidArgument(
-            f"loss: {function_name(function)} has class weights, and divides by the weights of its targets instead of "
-            f"their number: shards would not add up to the batch. Give it reduction='none' or 'sum', or {_REMEDY}"
-        )
-    possible, tried = {MEAN, SUM}, []
-    for tried_outputs in (outputs, outputs.roll(1, 0)):  # the rolled ones are other valid outputs for these targets
-        for ends in CUTS:
-            one = decompose(function, tried_outputs, targets, ends)
-            if one.is_conclusive:
-                possible = {reduction for reduction in possible if one.fits(reduction)}
-                tried.append(one)
-                if not possible:
-                    raise _neither(function, one)
-    if len(possible) != 1:
-        found = ", ".join(f"{one.whole:g}" for one in tried) or "0, or no number,"
-        raise InvalidArgument(
-            f"loss: whether {function_name(function)} is the mean or the sum over its samples cannot be found out: it "
-            f"is {found} for the model's first outputs; {_REMEDY}"
-        )
-    return possible.pop()
+def find_criterion(function: Loss, stated: str | None, outputs: Tensor, targets: Tensor) -> Criterion | None:
+    """The criterion of a loss function; None if it is a mean over the targets that count, and not all of them do.
+
+    Raises if its reduction is neither known nor stated.
+    """
+    outputs = outputs.detach().requires_grad_()
+    with torch.enable_grad():
+        whole = call_loss(function, outputs, targets)
+        known = stated or stated_reduction(function)
+        if not whole.requires_grad:
+            raise without_gradient(function)
+        if known is not None:
+            if whole.numel() == 1:
+                check_stated(function, known, read(whole))
+            return Criterion.of(function, known, None if known == NONE else _Stated(function, known))
+        if whole.numel() > 1:
+            _check_rows(function, outputs, targets, whole.detach())
+            return Criterion.of(function, NONE)
+        calls = [(len(targets), whole, read(whole))]
+        for low, high in itertools.pairwise([0, *CUTS[len(targets)][0], len(targets)]):
+            part = _scalar(function, outputs[low:high], targets[low:high])
+            calls.append((high - low, part, read(part)))
+        basis = Basis.of([(reading, samples) for samples, _, reading in calls])
+        if basis is None:
+            raise unknown_scalar(function, whole, read(whole), len(targets))
+        readings = [(samples, value, reading) for samples, value, reading in calls if reading is not None]
+        if not all(reading.is_dense for _, _, reading in readings):
+            return None
+        sums = [basis.numbers(value.reshape(()), reading, samples) for samples, value, reading in readings]
+    check_parts(function, basis.kind, sums, whole.dtype)
+    return Criterion.of(function, basis.kind, _Read(function, basis))
 
 
-def decompose(function: Loss, outputs: Tensor, targets: Tensor, ends: Sequence[int]) -> Decomposition:
-    """Compute a scalar loss for all samples and for the parts that are cut before the samples ``ends``."""
-    parts = [
-        (high - low, _scalar(function, outputs[low:high], targets[low:high]))
-        for low, high in itertools.pairwise([0, *ends, len(targets)])
-    ]
-    return Decomposition(_scalar(function, outputs, targets), parts)
-
-
-def _scalar(function: Loss, outputs: Tensor, targets: Tensor) -> float:
+def _scalar(function: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     found = call_loss(function, outputs, targets)
     if found.numel() != 1:
         raise InvalidArgument(
-            f"loss: {function_name(function)} returned a scalar for {SAMPLES} samples and a tensor of shape "
+            f"loss: {function_name(function)} returned a scalar for some samples and a tensor of shape "
             f"{list(found.shape)} for {len(targets)}; return a scalar (the mean or the sum over the samples) always, "
             "or a value a sample always"
         )
-    return float(found)
+    return found
 
 
 def _check_rows(function: Loss, outputs: Tensor, targets: Tensor, whole: Tensor) -> None:
     """Raise if the value of a sample depends on the other samples."""
-    for ends in CUTS:
+    for ends in CUTS[len(targets)]:
         for low, high in itertools.pairwise([0, *ends, len(targets)]):
             part = call_loss(function, outputs[low:high], targets[low:high])
             same = part.shape == whole[low:high].shape and torch.allclose(
@@ -175,43 +232,49 @@ def _check_rows(function: Loss, outputs: Tensor, targets: Tensor, whole: Tensor)
                 )
 
 
-def _neither(function: Loss, one: Decomposition) -> InvalidArgument:
+def _uncounted(function: Any, targets: str) -> InvalidArgument:
     return InvalidArgument(
-        f"loss: {function_name(function)} is neither the mean nor the sum over its samples: for {one.samples} samples "
-        f"it is {one.whole:g}, for parts of them {one.mean:g} as a mean and {one.sum:g} as a sum. Class weights, "
-        "ignore_index and comparisons between samples do this, and shards would not add up to the batch. Give it "
-        f"reduction='none' or 'sum', or {_REMEDY}"
+        f"loss: {function_name(function)} is a mean over the targets that count, and {targets}, which none of the "
+        "samples that were tried before the first step had; so that they are counted in every shard, return (sum, "
+        "count) from a loss of (model, batch)"
     )
 
 
-class _MeanCheck:
-    """Checks in training, on new target values, that a loss is the mean over its samples (``Criterion.check``)."""
+@dataclass(frozen=True)
+class _Counted:
+    """Check of a cross-entropy of PyTorch in training (``Criterion.check``): no target of a shard is ignored."""
 
-    def __init__(self, function: Loss, targets: Tensor) -> None:
-        self._function = function
-        self._seen_targets = set() if targets.is_floating_point() else set(targets.flatten().tolist())
-        self._spare_sample: tuple[Tensor, Tensor] | None = None
-        """A sample with a known target, added to shards that have only one sample."""
+    loss: ClassMean
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> None:
-        if targets.is_floating_point():
+    def __call__(self, loss: Tensor, targets: Tensor) -> None:
+        if not targets.is_cuda and not self.loss.is_dense(targets):  # asking a GPU would wait for it
+            raise _uncounted(self.loss.function, f"a target is {self.loss.ignored}")
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Check of a loss that was read from its graph (``Criterion.check``): the graph of a shard says the same."""
+
+    function: Any
+    basis: Basis
+
+    def __call__(self, loss: Tensor, targets: Tensor) -> None:
+        if loss.grad_fn is None:  # in an evaluation
             return
-        found = set(torch.unique(targets).tolist())
-        if found <= self._seen_targets:
-            if self._spare_sample is None:
-                self._spare_sample = outputs[:1].detach().clone(), targets[:1].clone()
-            return
-        outputs = outputs.detach()
-        if len(targets) == 1 and self._spare_sample is not None:
-            outputs, targets = (torch.cat(pair) for pair in zip((outputs, targets), self._spare_sample, strict=True))
-        if len(targets) == 1:
-            return
-        new = torch.tensor([not self._seen_targets >= set(one.flatten().tolist()) for one in targets.cpu()])
-        order = torch.argsort(new.int(), descending=True, stable=True).to(targets.device)
-        ends = sorted({1, len(targets) // 2, int(new.sum())} - {len(targets)})
-        with no_side_effects(self._function, on=outputs.device), torch.no_grad():
-            for end in ends:
-                one = decompose(self._function, outputs[order], targets[order], (end,))
-                if one.is_conclusive and not one.fits(MEAN):
-                    raise _neither(self._function, one)
-        self._seen_targets |= found
+        reading: Reading | None = read(loss)
+        if reading is None or not self.basis.fits(reading, len(targets)):
+            raise unknown_scalar(self.function, loss, reading, len(targets))
+        if not targets.is_cuda and not reading.is_dense:
+            raise _uncounted(self.function, "a target is ignored, or its class has a weight")
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """Check of a loss whose reduction is stated (``Criterion.check``): its graph does not say otherwise."""
+
+    function: Any
+    stated: str
+
+    def __call__(self, loss: Tensor, targets: Tensor) -> None:
+        if self.stated == MEAN and loss.grad_fn is not None and not targets.is_cuda:
+            check_stated(self.function, self.stated, read(loss))

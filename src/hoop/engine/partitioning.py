@@ -39,6 +39,11 @@ from hoop.strategies.memory_fit import (
     gpu_shard_bytes,
 )
 
+GPU_SPARE_SHARE = 4
+"""A rank takes at most this part of a GPU's memory that no rank needs: activations are there too."""
+GROWING_SPARE = 256 * MIB
+"""Most bytes that a rank uses beyond what it needs, to be faster, if its arena grows with the job."""
+
 
 @dataclass(frozen=True)
 class KeptVersions:
@@ -101,6 +106,8 @@ def partition(
     if plan.sharded_update:
         spare -= _copies_bytes(context, plan, found, costs, replicas)[context.rank]
         spare -= 2 * _snapshot_bytes(plan, found, costs)[context.rank]
+    if context.arena.grows:  # what is free here may be needed by others
+        spare = min(spare, GROWING_SPARE)
     if kept is not None:
         kept.make_room(_enough_memory(context, plan, found, costs, replicas))
     return found, max(0, spare)
@@ -127,13 +134,20 @@ def check_gpu_memory(
 ) -> None:
     """Collective. Raises unless each rank's state fits in its memory on its GPU, and each GPU has that of its ranks.
 
-    ``needed``: bytes of this rank. The GPUs are not asked after a loss (``resharding``): the driver may not have freed
-    the memory of a killed process yet.
+    A rank whose arena grows takes what it needs on its GPU too, and something more where there is room: tensors for
+    peers are there. ``needed``: bytes of this rank. The GPUs are not asked after a loss (``resharding``): the driver
+    may not have freed the memory of a killed process yet.
     """
     free, total = accelerator.memory()
     host = context.hosts[context.rank] if context.hosts else ""
-    mine = [needed, accelerator.capacity, f"{host} {accelerator.identity}", free]
+    grows = context.arena.grows
+    mine = [needed, needed if grows else accelerator.capacity, f"{host} {accelerator.identity}", free]
     ranks = all_gather_object(context.communicator, mine, settings.timeout_s)
+    if grows:
+        sharing = [rank for rank, memory in enumerate(ranks) if memory[2] == mine[2]]
+        left = min(ranks[rank][3] for rank in sharing) - sum(ranks[rank][1] for rank in sharing)
+        more = min(max(needed // 2, GROWING_SPARE), max(0, left) // (GPU_SPARE_SHARE * len(sharing)))
+        accelerator.capacity = -(-(needed + more) // MIB) * MIB
     for rank, (needed, capacity, _, _) in enumerate(ranks):
         if needed > capacity:
             size = -(-needed // MIB)

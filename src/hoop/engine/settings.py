@@ -113,6 +113,10 @@ class Settings:
     timeout_s: float = 120.0
     """Seconds that a rank waits for another one within a step."""
 
+    hang_s: float = 60.0
+    """Seconds without progress after which a device that lives is replaced, or 20 of its usual steps if that is more;
+    ten times as long for first steps, evaluations and the loading of data. 0: never."""
+
     @property
     def num_microbatches(self) -> int:
         return self.shards * self.accumulate
@@ -161,6 +165,8 @@ class Settings:
             raise InvalidArgument(f"min_delta: {self.min_delta} is not 0 or more")
         if not 0 <= self.host_replica_s <= 86400:
             raise InvalidArgument(f"host_replica_s: {self.host_replica_s} is not in 0..86400")
+        if not 0 <= self.hang_s <= 86400:
+            raise InvalidArgument(f"hang_s: {self.hang_s} is not in 0..86400")
         if not 0 < self.timeout_s <= 86400:
             raise InvalidArgument(f"timeout_s: {self.timeout_s} is not in 0..86400")
         return self
@@ -207,6 +213,8 @@ class Settings:
         for key, value in changes.items():
             if key == "optimizer":
                 deep |= _optimizer_fields(value)
+            elif key == "faults":
+                outer[key] = _faults_text(value)
             elif key in own:
                 outer[key] = _like(key, value, getattr(self, key))
             elif key in inner:
@@ -223,6 +231,16 @@ class Settings:
         return dataclasses.replace(self, optimizer=optimizer, **outer)
 
 
+def _faults_text(value: Any) -> str:
+    """The setting ``faults``, from a text or a list of one text a fault."""
+    faults = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(fault, str) for fault in faults):
+        raise InvalidArgument(
+            f"faults: {value!r:.200} is neither text, such as 'kill@rank=1,step=7', nor a list of such texts"
+        )
+    return "; ".join(faults)
+
+
 def _optimizer_fields(value: Any) -> Mapping[str, Any]:
     """Fields of ``OptimizerSettings``, from the setting ``optimizer``: a name, a mapping of fields, or all of them."""
     if isinstance(value, OptimizerSettings):
@@ -233,11 +251,17 @@ def _optimizer_fields(value: Any) -> Mapping[str, Any]:
         return {"name": value}
     kind = value if isinstance(value, type) else type(value)
     given = f"the class {kind.__name__}" if value is kind else f"an object of the class {kind.__name__}"
-    known = kind.__name__.lower()
+    known = kind.__name__.lower() if kind.__name__.lower() in OPTIMIZERS else "adam"
     raise InvalidArgument(
         f"optimizer: {given} is not the name of an optimizer; known: {', '.join(OPTIMIZERS)}. Each device makes its "
-        f"own from the name and the settings, e.g. optimizer={known if known in OPTIMIZERS else 'adam'!r}, lr=0.001"
+        f"own from the name and the settings, e.g. optimizer={known!r}, lr=0.001, or by a function of the parameters: "
+        f"optimizer=functools.partial({_torch_name(kind)}, lr=0.001)"
     )
+
+
+def _torch_name(kind: type) -> str:
+    """The name under which a class of an optimizer is imported."""
+    return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim.") else kind.__name__
 
 
 _MAX_SLOWDOWN = 1_000_000

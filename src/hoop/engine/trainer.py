@@ -22,9 +22,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
+import numpy as np
 from torch import Tensor, nn
 
 from hoop import job_events as ev
+from hoop.collectives.communicator import any_rank
 from hoop.collectives.rank_context import RankContext, single_rank
 from hoop.data.dataset import fingerprint
 from hoop.data.structured import structured
@@ -72,6 +74,7 @@ from hoop.membership.replication import check_replicas
 from hoop.plan.faults import check_reachable
 from hoop.strategies.catalog import parse
 from hoop.strategies.data_parallel import DataParallel, for_hosts
+from hoop.texts import counted
 
 log = logging.getLogger("hoop.engine")
 REASSIGNMENT_TIMEOUT_S = 600.0
@@ -144,7 +147,8 @@ class Trainer:
         self._sharded: ShardedStateManager | None = None
         if not parse(settings.strategy).replicated:
             self._sharded = self._new_sharded_state()
-        self._activity = LiveActivity()
+        self._activity = LiveActivity(settings.hang_s)
+        context.publish_activity(self._activity)
         self._opened: PlanExecutor | None = None
         """The same as ``executor``; None before there is one: a device that joins may get it in its first recovery."""
         self._setup_error: PeerError | None = None
@@ -286,6 +290,13 @@ class Trainer:
             )
             if setup.rounding:
                 self._emit(ev.RoundingDiffers(setup.rounding))
+            if self._settings.batch_size > schedule.samples:
+                self._emit(
+                    ev.Warned(
+                        f"batch_size: {self._settings.batch_size} is more than the "
+                        f"{counted(schedule.samples, 'training sample')}, so each step takes all of them"
+                    )
+                )
 
     def _train_steps(self) -> None:
         """(2): the steps until ranks synchronize."""
@@ -389,12 +400,11 @@ class Trainer:
         return self._role.state.objects.rate if isinstance(self._role, CustomRole) else self.executor.rate
 
     def _finish(self) -> None:
-        """(4): takes the final snapshot. Sharded: ranks synchronize after it, for an earlier loss would lose a part."""
+        """(4): takes the final snapshot. Ranks synchronize after it: a loss before that would lose a part, or all."""
         self._report(force=True)
         self._role.refresh()
         self._snapshot(final=True)
-        if self._sharded is not None:
-            self._sharded.synchronize(self._context, False, self._done)
+        any_rank(self._context.communicator, False, np.zeros(0), self._settings.timeout_s)
 
     def _snapshot(self, final: bool) -> None:
         began = time.perf_counter()

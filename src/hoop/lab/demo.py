@@ -21,6 +21,8 @@ from hoop.dashboard.actions import Action
 from hoop.errors import DeadlineExceeded, FailedPrecondition, InternalError
 from hoop.lab.chaos.processes import END_S, START_S, ClusterProcesses
 from hoop.launch.processes import terminate_process
+from hoop.resources import available_cores
+from hoop.texts import counted
 from hoop.topology import Address
 
 MEMORY = 64 << 20
@@ -46,6 +48,17 @@ class DemoConfig:
     """Maximum number of steps of the job."""
     pace: int = 20
     """Slowdown of each device, so that there is time to disturb it. The undisturbed run is not slowed down."""
+
+
+def idle_reason(devices: int, cores: int) -> tuple[str, ...]:
+    """The sentence that says why some of the devices compute nothing; none if all compute."""
+    if devices <= cores:
+        return ()
+    return (
+        f"This machine has {counted(cores, 'core')}, so after a few steps {counted(cores, 'device')} "
+        f"{'computes' if cores == 1 else 'compute'} all shards, and the others wait: they only update their weights, "
+        "and get shards again when a device is lost.",
+    )
 
 
 class DemoActor:
@@ -191,7 +204,7 @@ class DemoResult:
     def sentences(self) -> tuple[str, ...]:
         same = "They are the same, to the bit." if self.equal else "THEY DIFFER: please report this as a bug of Hoop."
         return (
-            f"The job has ended after {self.steps} steps. Its weights: {self.weights}",
+            f"The job has ended after {counted(self.steps, 'step')}. Its weights: {self.weights}",
             f"The undisturbed run on one device has the weights: {self.undisturbed}",
             same,
         )
@@ -219,8 +232,10 @@ class Demo:
         options = ["--coordinator", address, "--devices", str(config.devices), "--json"]
         self._run = self._processes.start("train", *self._job(config.steps), *slowdown, *options)
         self._actor.lines = (
-            f"A model trains on {config.devices} devices, for {config.steps} steps. Disturb it: choose a device, and "
-            "press a button. At the end the weights are compared with those of a run that nobody disturbed.",
+            f"A model trains on {counted(config.devices, 'device')}, for {counted(config.steps, 'step')}. "
+            "Disturb it: choose a device, and press a button. At the end the weights are compared with those of a run "
+            "that nobody disturbed.",
+            *idle_reason(config.devices, available_cores()),
         )
 
     def wait(self) -> DemoResult:
@@ -229,7 +244,7 @@ class Demo:
         result = self._result(self._run, "the job")
         steps, weights = int(result["steps"]), str(result["weights_sha256"])
         self._actor.lines = (
-            f"The job has ended after {steps} steps. Its weights: {weights}",
+            f"The job has ended after {counted(steps, 'step')}. Its weights: {weights}",
             "The same steps are now trained on one device, and nobody disturbs it …",
         )
         run = self._undisturbed = self._processes.start("train", *self._job(steps), "--devices", "1", "--json")

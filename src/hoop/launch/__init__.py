@@ -1,7 +1,7 @@
 """Starts clusters: ``local`` (subprocesses), ``forked`` (processes forked after PyTorch is loaded), ``ray_cluster``
 (actors of a Ray cluster), ``rank_processes`` (the ranks of any program). Jobs are unknown here.
 
-May import: memory wire membership servers.
+May import: memory wire transport membership servers.
 """
 
 PUBLIC = (

@@ -1,12 +1,14 @@
-"""A cluster of forked processes for one job, from a process that has loaded PyTorch and the data already.
+"""A cluster of forked processes for one job.
 
-    this process ── fork ──▶ head ── fork ──▶ coordinator      imports are paid once, data is shared until written
-                              └──── fork ──▶ each device
-    this process ◀── lines of JSON ── head                     the job's events, then ``head_done`` or ``head_failed``
-    this process ── a byte, or EOF ──▶ head                    byte: stop after a step; EOF: end all processes now
+    clean process ── fork ──▶ head ── fork ──▶ coordinator     imports are paid once, data is shared until written
+                               └──── fork ──▶ each device
+    program       ◀── lines of JSON ── head                    the job's events, then ``head_done`` or ``head_failed``
+    program       ── a byte, or EOF ──▶ head                   byte: stop after a step; EOF: end all processes now
 
-This process never opens gRPC, which does not survive a fork; so it may train repeatedly. No child outlives its parent:
-each child holds a pipe from its parent and leaves when that pipe closes, however the parent ended.
+The clean process is the program itself if it is a command of Hoop's, else one that it has started
+(``runs/clean_process.py``): a process that has computed, has used a GPU or gRPC, or has threads cannot be forked. No
+child outlives its parent: each child holds a pipe from its parent and leaves when that pipe closes, however the parent
+ended. The head does so with the program's pipe.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerLost, error_from_name
 from hoop.launch.processes import remove_arenas
 from hoop.membership.heartbeats import DetectorConfig
-from hoop.resources import Request, admit
 from hoop.servers.advertised_address import wildcard_towards
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.tasks import TrainFunction
+from hoop.standard_streams import flush, guard
 from hoop.topology import Address, PortRange
 from hoop.wire.auth import Credentials
+from hoop.wire.channels import LOCAL_LEASE_S
 from hoop.wire.roles import Role
 from hoop.wire.tokens import LocalToken, Token, environment_value
 
@@ -46,9 +48,6 @@ STOP = b"s"
 START_S = 30.0
 END_S = 5.0
 """Seconds that a process has to leave before it is killed."""
-LEASE_S = 20.0
-"""Lease of a device in seconds. The coordinator notices a dead process of this machine by its socket; the lease must be
-long enough for a live one that waits for a busy core."""
 BIND_S = 20.0
 """Seconds for which a coordinator tries to listen on a port that is in use: the last attempt of the same run may be
 ending."""
@@ -63,32 +62,32 @@ SetStopHandler = Callable[[Callable[[], None]], None]
 Head = Callable[[Address, Emit, SetStopHandler], None]
 """The work of the head process with a running cluster: (coordinator's address, emit, set_stop_handler).
 
-``emit`` sends an event to the parent. ``set_stop_handler`` takes the function that stops the job on request.
+``emit`` sends an event to the program. ``set_stop_handler`` takes the function that stops the job on request.
 """
+
+
+class HeadPipes(NamedTuple):
+    """The head's ends of the two pipes to the program."""
+
+    events: int
+    """It writes events there."""
+    control: int
+    """It reads there that the job is to stop."""
+    alive: int = -1
+    """It keeps this open as long as it lives; -1: its parent waits for it."""
+
+
+StartHead = Callable[[HeadPipes, set[int]], Callable[[], None]]
+"""Function that starts a head process; the descriptors in the set are the program's ends of the pipes, which the head
+must not have. Returns a function that waits until the head, whose control pipe was closed, has ended."""
 
 
 # ---- forked children
 
 
-def check_forkable(threads: str = "/proc/self/task") -> None:
-    """Raise FailedPrecondition if PyTorch has started autograd threads in this process.
-
-    With a GPU, PyTorch computes gradients in such threads, and a forked child would lack them.
-    """
-    for comm in Path(threads).glob("*/comm"):
-        with contextlib.suppress(OSError):  # the thread ended meanwhile
-            if comm.read_text().startswith("pt_autograd"):
-                raise FailedPrecondition(
-                    "this process has computed gradients on a machine with a GPU, and devices forked from it cannot: "
-                    "train before that, or in a process of its own (`hoop train FILE.py:JOB`)"
-                )
-
-
 def fork(work: Callable[[], None], close: set[int]) -> int:
     """Fork a child that closes the descriptors ``close``, runs ``work`` and exits; returns its pid."""
-    check_forkable()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     pid = os.fork()
     if pid:
         return pid
@@ -98,52 +97,15 @@ def fork(work: Callable[[], None], close: set[int]) -> int:
     try:
         for descriptor in close:
             os.close(descriptor)
+        guard(patient=False)
         work()
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush()
         os._exit(code)
-
-
-def call_in_child(work: Callable[[], None], timeout_s: float) -> None:
-    """Call ``work`` in a forked child, and raise the HoopError that it raises there.
-
-    For user code that may start CUDA, as a step of PyTorch's optimizers does where there is a GPU: no child that is
-    forked from a process with CUDA can use it.
-    """
-    read, write = os.pipe()
-
-    def report() -> None:
-        try:
-            work()
-        except HoopError as error:
-            os.write(write, json.dumps({"error": type(error).__name__, "text": str(error)}).encode())
-        else:
-            os.write(write, b"{}")
-
-    pid = fork(report, close={read})
-    os.close(write)
-    deadline = time.monotonic() + timeout_s
-    text = b""
-    try:
-        while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            if not (part := os.read(read, 1 << 16)):
-                break
-            text += part
-        else:
-            os.kill(pid, signal.SIGKILL)
-            raise DeadlineExceeded(f"a step of your optimizer on the first weights took longer than {timeout_s:g} s")
-    finally:
-        os.close(read)
-        os.waitpid(pid, 0)
-    if not text:
-        raise InternalError("the process that tries a step of the optimizer died; what it printed is above")
-    if found := json.loads(text):
-        raise error_from_name(found["error"], found["text"])
 
 
 class Children:
@@ -154,23 +116,30 @@ class Children:
 
     def __init__(self) -> None:
         self.read_end, self.write_end = os.pipe()
-        self._pids: list[int] = []
-        """Pids of the children that have not been waited for."""
+        self._exited: dict[int, Callable[[str], None]] = {}
+        """Pids of the children that have not been waited for, with their ``on_exit``."""
         self._reaping = threading.Lock()
+        self._ending = False
 
-    def start(self, work: Callable[[], None], close: set[int]) -> None:
-        self._pids.append(fork(work, close))
+    def start(self, work: Callable[[], None], close: set[int], on_exit: Callable[[str], None] | None = None) -> None:
+        """Forks a child. ``on_exit`` is called with how it exited, in words, if it does so before ``end``."""
+        self._exited[fork(work, close)] = on_exit or (lambda how: None)
 
     def reap(self) -> bool:
         """Wait for the children that have exited and remove their arenas; returns whether any child is alive."""
         with self._reaping:
-            for pid in [pid for pid in self._pids if _has_exited(pid)]:
-                self._pids.remove(pid)
-                remove_arenas(pid)
-            return bool(self._pids)
+            for pid in list(self._exited):
+                if (how := _exit_of(pid)) is not None:
+                    on_exit = self._exited.pop(pid)
+                    remove_arenas(pid)
+                    if not self._ending:
+                        on_exit(how)
+            return bool(self._exited)
 
     def end(self, timeout_s: float) -> None:
         """Close the pipe and wait for the children; kill those that are alive after ``timeout_s`` seconds."""
+        with self._reaping:
+            self._ending = True
         os.close(self.write_end)
         os.close(self.read_end)
         deadline = time.monotonic() + timeout_s
@@ -182,7 +151,7 @@ class Children:
 
     def _kill(self) -> None:
         with self._reaping:  # after waitpid() the kernel may reuse a pid
-            for pid in self._pids:
+            for pid in self._exited:
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -205,11 +174,21 @@ class ProcessGroups:
             time.sleep(REAP_S)
 
 
-def _has_exited(pid: int) -> bool:
+def _exit_of(pid: int) -> str | None:
+    """How a child has exited, in words; None if it is alive."""
     try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
+        exited, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return True
+        return "exit code unknown"
+    if not exited:
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    number = -code
+    names = {member.value: member.name for member in signal.Signals}
+    killed = f"killed by {names.get(number, f'signal {number}')}"
+    return f"{killed}, by somebody or because memory is full" if number == signal.SIGKILL else killed
 
 
 # ---- the work of a child: the coordinator, or a device
@@ -227,7 +206,8 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
             return
         os.write(address_pipe, (json.dumps({"address": str(address)}) + "\n").encode())
         os.close(address_pipe)
-        await parent_ended.wait()
+        ends = [asyncio.ensure_future(wait) for wait in (parent_ended.wait(), server.coordinator.wait_failed())]
+        await asyncio.wait(ends, return_when="FIRST_COMPLETED")
         await server.stop()
         if config.local_token is not None:  # no device lives on
             config.local_token.withdraw()
@@ -253,17 +233,21 @@ async def start_coordinator(
 
 
 def run_device(
-    config: DeviceConfig, trainer: TrainFunction, error_pipe: int, parent_pipe: int, prepare: Callable[[], None]
+    config: DeviceConfig, trainer: TrainFunction, reports: int, parent_pipe: int, prepare: Callable[[], None]
 ) -> None:
     """Run a device until ``parent_pipe`` closes or it was drained.
 
-    If it cannot start, writes the error as JSON to ``error_pipe``. ``prepare``: see ``ForkedConfig``.
+    Writes to the pipe ``reports`` that it has joined, or why it cannot start. ``prepare``: see ``ForkedConfig``.
     """
+    joined = False
 
     async def run() -> None:
+        nonlocal joined
         parent_ended = _closed_event(parent_pipe)
         server = DeviceServer(config, trainer)
         await server.start()
+        _report(reports, joined=config.device_id)
+        joined = True
         ends = [asyncio.ensure_future(one.wait()) for one in (parent_ended, server.dismissed)]
         await asyncio.wait(ends, return_when="FIRST_COMPLETED")
         await server.stop()
@@ -272,8 +256,19 @@ def run_device(
         prepare()
         asyncio.run(run())
     except HoopError as error:
-        text = f"device {config.device_id} cannot start: {error}"
-        os.write(error_pipe, (json.dumps({"error": type(error).__name__, "text": text}) + "\n").encode())
+        _report(reports, error=type(error).__name__, text=f"device {config.device_id} cannot start: {error}")
+    except Exception as error:
+        if not joined:
+            what = f"a bug in Hoop: {type(error).__name__}: {error}; its traceback is above"
+            traceback.print_exc()
+            _report(reports, error=InternalError.__name__, text=f"device {config.device_id} cannot start: {what}")
+            return
+        raise
+
+
+def _report(pipe: int, **fields: Any) -> None:
+    """Write one line to the head about a device that starts: see ``_Program.watch_devices``."""
+    os.write(pipe, (json.dumps(fields) + "\n").encode())
 
 
 def _closed_event(parent_pipe: int) -> asyncio.Event:
@@ -300,6 +295,10 @@ class ForkedConfig:
     memory: int
     """Size of each device's arena in bytes."""
     trainer: TrainFunction
+    awaited: int
+    """Number of devices with which the job begins: until these have joined, the end of a device ends all."""
+    join_timeout_s: float | None = None
+    """Seconds that these have to join before the work of the head begins; None: that work waits for them itself."""
     coordinator: CoordinatorConfig = field(default_factory=lambda: own_coordinator())
     join: Address | None = None
     """Address at which devices of other hosts reach the coordinator; None: there are none."""
@@ -307,6 +306,8 @@ class ForkedConfig:
     """Address that the devices listen on; empty: as the coordinator, all addresses or loopback."""
     ports: PortRange = field(default_factory=PortRange)
     """Ports for the services and the data links of the devices."""
+    grows: bool = False
+    """Whether ``memory`` is the most that an arena may take, which it reserves as the job needs it."""
     prepare: Callable[[], None] = lambda: None
     """Function that is called in the process of each device before it has threads: only then may it fork processes of
     its own."""
@@ -329,7 +330,9 @@ def own_coordinator() -> CoordinatorConfig:
         local = LocalToken(required=False)
         token = local.token
     return CoordinatorConfig(
-        detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, token), local_token=local
+        detector=DetectorConfig(lease_s=LOCAL_LEASE_S),
+        credentials=Credentials(Role.COORDINATOR, token),
+        local_token=local,
     )
 
 
@@ -347,24 +350,29 @@ def meeting_coordinator(point: Address, credentials: Credentials) -> Coordinator
     return CoordinatorConfig(
         host=point.host,
         port=point.port,
-        detector=DetectorConfig(lease_s=LEASE_S),
+        detector=DetectorConfig(lease_s=LOCAL_LEASE_S),
         credentials=credentials,
         local_token=local,
     )
 
 
 class ForkedCluster:
-    """The parent's handle of a head process and its cluster."""
+    """The program's handle of a head process and its cluster."""
 
-    def __init__(self, config: ForkedConfig, head: Head) -> None:
-        admit(Request(config.devices, config.memory))
+    def __init__(self, start: StartHead) -> None:
         events_read, events_write = os.pipe()
         control_read, control_write = os.pipe()
-        self._pid = fork(partial(_head, config, head, events_write, control_read), close={events_read, control_write})
-        os.close(events_write)
-        os.close(control_read)
         self._events = os.fdopen(events_read, "r", encoding="utf-8")
         self._control: int | None = control_write
+        try:
+            self._wait = start(HeadPipes(events_write, control_read), {events_read, control_write})
+        except BaseException:
+            self._wait = lambda: None
+            self.close()
+            raise
+        finally:
+            os.close(events_write)
+            os.close(control_read)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The events of the head, until it is done; raises the head's error."""
@@ -390,14 +398,28 @@ class ForkedCluster:
         os.close(self._control)
         self._control = None
         self._events.close()
+        self._wait()
+
+
+def fork_head(work: Callable[[HeadPipes], None], pipes: HeadPipes, others: set[int]) -> Callable[[], None]:
+    """Fork a head from this process, which must be clean: see ``StartHead``."""
+    pid = fork(partial(work, pipes), close=others)
+
+    def wait() -> None:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            os.waitpid(pid, 0)
+
+    return wait
 
 
 # ---- the head process
 
 
-def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int) -> None:
+def run_head(prepare: Callable[[], ForkedConfig], head: Head, pipes: HeadPipes) -> None:
+    """The work of the head process.
+
+    ``prepare`` loads what the devices share, and returns their configuration; an error of it is the head's.
+    """
     os.setsid()  # Ctrl-C reaches only the parent, which requests a stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A scheduler or systemd sends SIGTERM to all processes at once. The parent then requests a stop after a step, for
@@ -406,16 +428,18 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # drop the handler of the parent's command
     # Standard output belongs to the command: print to standard error.
     os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)
-    parent = _Parent(events_write, control_read)
+    parent = _Program(pipes)
     address_read, address_write = os.pipe()
-    errors_read, errors_write = os.pipe()
+    reports_read, reports_write = os.pipe()
     coordinator, devices = Children(), Children()
     # Devices end first: each reports to the coordinator that it leaves.
     groups = ProcessGroups(devices, coordinator)
-    close = {events_write, control_read, address_read, errors_read, coordinator.write_end, devices.write_end}
+    close = {address_read, reports_read, coordinator.write_end, devices.write_end}
+    close |= {descriptor for descriptor in pipes if descriptor >= 0}
     try:
+        config = prepare()
         work = partial(run_coordinator, config.coordinator, address_write, coordinator.read_end)
-        coordinator.start(work, close | {errors_write, devices.read_end})
+        coordinator.start(work, close | {reports_write, devices.read_end})
         os.close(address_write)
         listening = Address.parse(_coordinator_address(address_read))
         address = replace(listening, host=_LOOPBACK[listening.host]) if listening.is_wildcard else listening
@@ -425,19 +449,22 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
             device = DeviceConfig(
                 config.join or address,
                 memory=config.memory,
+                grows=config.grows,
                 host=config.host or host,
                 port=config.ports,
                 data_port=config.ports,
                 device_id=device_id,
                 credentials=credentials,
             )
-            work = partial(run_device, device, config.trainer, errors_write, devices.read_end, config.prepare)
-            devices.start(work, (close - {address_read}) | {coordinator.read_end})
-        os.close(errors_write)
+            work = partial(run_device, device, config.trainer, reports_write, devices.read_end, config.prepare)
+            on_exit = partial(_report_exit, reports_write, device_id)
+            devices.start(work, (close - {address_read}) | {coordinator.read_end}, on_exit)
         # Start threads only after the last fork: a forked child has only the forking thread.
         threading.Thread(target=parent.watch_control, args=(groups,), daemon=True).start()
-        threading.Thread(target=parent.relay_errors, args=(errors_read, groups), daemon=True).start()
+        threading.Thread(target=parent.watch_devices, args=(reports_read, config.awaited, groups), daemon=True).start()
         threading.Thread(target=groups.reap, daemon=True).start()
+        if config.join_timeout_s is not None:
+            parent.wait_for_devices(config.awaited, config.join_timeout_s)
         head(address, parent.emit, parent.set_stop_handler)
         parent.emit({"kind": "head_done"})
     except BaseException as error:
@@ -446,6 +473,10 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
             parent.emit({"kind": "head_failed", "error": type(error).__name__, "text": text})
     finally:
         groups.end(END_S)
+
+
+def _report_exit(pipe: int, device_id: int, how: str) -> None:
+    _report(pipe, exited=device_id, how=how)
 
 
 def _has_descriptor(stream: Any) -> bool:
@@ -474,15 +505,17 @@ def _coordinator_address(address_read: int) -> str:
     return found["address"]
 
 
-class _Parent:
-    """The head's end of the two pipes to its parent: events to it, control bytes from it."""
+class _Program:
+    """The head's ends of the two pipes to the program: events to it, control bytes from it."""
 
-    def __init__(self, events_write: int, control_read: int) -> None:
-        self._events = os.fdopen(events_write, "w", encoding="utf-8")
-        self._control_read = control_read
+    def __init__(self, pipes: HeadPipes) -> None:
+        self._events = os.fdopen(pipes.events, "w", encoding="utf-8")
+        self._control_read = pipes.control
         self._write_lock = threading.Lock()
         self._stop_handler_set = threading.Event()
         self._stop_handler: Callable[[], None] = lambda: None
+        self._joined = 0
+        self._all_joined = threading.Event()
 
     def emit(self, event: dict[str, Any]) -> None:
         with self._write_lock:
@@ -506,11 +539,33 @@ class _Parent:
         with contextlib.suppress(HoopError):  # the job has ended, or failed and reports that itself
             self._stop_handler()
 
-    def relay_errors(self, errors_read: int, groups: ProcessGroups) -> None:
-        """Thread body: when a device cannot start, report its error and end all: the others would wait for it."""
-        with os.fdopen(errors_read, "r", encoding="utf-8") as lines:
+    def watch_devices(self, reports_read: int, awaited: int, groups: ProcessGroups) -> None:
+        """Thread body: a device that cannot start, or ends before ``awaited`` devices have joined, ends all.
+
+        The others would wait for it. A device's own lines precede that of its exit, for they are in one pipe. Once
+        the awaited devices have joined, the coordinator notices what happens to them.
+        """
+        with os.fdopen(reports_read, "r", encoding="utf-8") as lines:
             for line in lines:
+                report = json.loads(line)
+                if "joined" in report:
+                    self._joined += 1
+                    if self._joined == awaited:
+                        self._all_joined.set()
+                    continue
+                if "exited" in report:
+                    if self._all_joined.is_set():
+                        continue
+                    text = f"device {report['exited']} ended while the devices started: {report['how']}"
+                    report = {"error": PeerLost.__name__, "text": text}
                 with contextlib.suppress(BrokenPipeError):
-                    self.emit({"kind": "head_failed", **json.loads(line)})
+                    self.emit({"kind": "head_failed", **report})
                 groups.end(END_S)
                 os._exit(1)
+
+    def wait_for_devices(self, awaited: int, timeout_s: float) -> None:
+        if not self._all_joined.wait(timeout_s):
+            raise DeadlineExceeded(
+                f"{awaited} devices were not all there within {timeout_s:g} s: {self._joined} have joined; the others "
+                "are alive and have not"
+            )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, PeerLost
+from hoop.events import Event
 from hoop.launch.mps import count_gpus, shared_gpus
 from hoop.launch.processes import LEAVE_WITH_STDIN, hoop_command, remove_arenas
 from hoop.resources import STARTED, Request, admit
@@ -143,9 +144,13 @@ class LocalCluster:
         alive = {key for key, member in members.items() if member.health == "alive"}
         return sorted(set(self._devices) - alive)
 
-    def watch(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Call ``listener`` with the text of every new event; returns a function that unsubscribes."""
-        return self._server.coordinator.events.subscribe(lambda event: listener(event.text))
+    def watch(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Call ``listener`` with every new event; returns a function that unsubscribes."""
+        return self._server.coordinator.events.subscribe(listener)
+
+    async def wait_failed(self) -> None:
+        """Waits until the coordinator cannot go on, and raises why."""
+        await self._server.coordinator.wait_failed()
 
     async def stop(self) -> None:
         """Stop the dashboard and the devices, then the coordinator. One that does not leave in time is killed."""

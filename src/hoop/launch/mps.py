@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hoop.signals import end_with_parent
+from hoop.signals import dying_with_parent
+from hoop.texts import counted
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE_DIRECTORY, LOG_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -43,18 +44,17 @@ def shared_gpus(devices: int) -> Iterator[str]:
     control = shutil.which(CONTROL)
     if control is None:
         yield (
-            f"{devices} devices share {gpus} GPU{'s' * (gpus > 1)}, and {CONTROL} is not installed: they take turns, "
-            f"so a small step takes several times as long; install it, or use --devices {gpus}"
+            f"{counted(devices, 'device')} share {counted(gpus, 'GPU')}, and {CONTROL} is not installed: they take "
+            f"turns, so a small step takes several times as long; install it, or use --devices {gpus}"
         )
         return
     with tempfile.TemporaryDirectory(prefix="hoop-mps-") as folder, _environment(folder):
         daemon = subprocess.Popen(
-            [control, "-f"],
+            dying_with_parent([control, "-f"], signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
         try:
             yield _wait_until_ready(control, daemon)
@@ -70,10 +70,6 @@ def _environment(folder: str) -> Iterator[None]:
     finally:
         for name in (PIPE_DIRECTORY, LOG_DIRECTORY):
             os.environ.pop(name, None)
-
-
-def _die_with_parent() -> None:
-    end_with_parent(signal.SIGTERM)
 
 
 def _wait_until_ready(control: str, daemon: subprocess.Popen[bytes]) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from hoop.errors import InvalidArgument
-from hoop.signals import defer_signals
+from hoop.signals import defer_signals, dying_with_parent
 
 LOOPBACK = "127.0.0.1"
 RESTART_COUNT = "HOOP_RESTART_COUNT"
@@ -37,13 +37,6 @@ DRAIN_S = 1.0
 LAST_LINES = 20
 MAX_LINE_BYTES = 1 << 16
 """Maximum bytes of a line of output; a longer one is passed on in parts."""
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys\n"
-    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
-    "if os.getppid() != int(sys.argv[1]): sys.exit(143)\n"
-    "try: os.execvp(sys.argv[2], sys.argv[2:])\n"
-    "except OSError as error: sys.exit(f'{sys.argv[2]}: {error.strerror}')\n"
-)
 
 
 class Stream(Enum):
@@ -203,7 +196,7 @@ class RankProcesses:
             folder.mkdir(parents=True, exist_ok=True)
         with defer_signals():  # a process that is started is also recorded
             process = subprocess.Popen(
-                _command(config.command),
+                dying_with_parent(config.command, signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -329,13 +322,6 @@ class RankProcesses:
                     rank.signal(signal.SIGKILL)
                 for number in list(self._ranks):
                     self._finish(number)
-
-
-def _command(command: Sequence[str]) -> list[str]:
-    """The command, which on Linux is killed when this process dies."""
-    if sys.platform != "linux":
-        return list(command)
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
 def _reserve_port() -> socket.socket:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from hoop.errors import FailedPrecondition, InvalidArgument, PeerLost
 from hoop.membership.heartbeats import DetectorConfig
+from hoop.resources import TRAINING, largest_arena
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
@@ -163,6 +164,10 @@ class ServerThread:
     def call(self, work: Coroutine[Any, Any, Found], timeout_s: float) -> Found:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
+    def when_ended(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Ends this actor's process when ``work`` has ended: it has no server any more. Ray starts it again."""
+        asyncio.run_coroutine_threadsafe(work, self._loop).add_done_callback(lambda _: os._exit(1))
+
 
 class CoordinatorActor:
     """A coordinator in a Ray actor. Started again, it finds its port and its journal in ``folder``."""
@@ -185,6 +190,7 @@ class CoordinatorActor:
         self._thread = ServerThread()
         self._address = self._thread.call(start(), JOIN_S)
         port.write_text(str(self._address.port))
+        self._thread.when_ended(self._server.coordinator.wait_failed())
 
     def address(self) -> str:
         return str(self._address)
@@ -203,15 +209,20 @@ class DeviceActor:
         self,
         token: str,
         coordinator: str,
-        memory: int,
+        memory: int | None,
         make_trainer: Callable[[Any, str], TrainFunction],
         payload: list[Any],
         jobs: str,
+        devices: int,
     ) -> None:
-        """``payload``: a reference in a list, so that Ray does not resolve it: it complains about large arguments."""
+        """``memory``: bytes of its arena; None: it grows with what the job needs, up to the share of one of ``devices``
+        of this node. ``payload``: a reference in a list, so that Ray does not resolve it: it complains about large
+        arguments.
+        """
         config = DeviceConfig(
             coordinator=Address.parse(coordinator),
-            memory=memory,
+            memory=memory or largest_arena(devices, TRAINING),
+            grows=memory is None,
             host=node_address(),
             join_timeout_s=JOIN_S,
             credentials=Credentials(Role.DEVICE, Token.parse(token)),
@@ -224,6 +235,7 @@ class DeviceActor:
 
         self._thread = ServerThread()
         self._device_id = self._thread.call(start(), JOIN_S + STOP_S)
+        self._thread.when_ended(self._server.wait_failed())
 
     def device(self) -> dict[str, Any]:
         """Number of the device, and where it is."""
@@ -288,7 +300,7 @@ def connect_ray(where: Ray, working_dir: Path | None) -> bool:
 class RayCluster:
     """The actors of one job. Leaving its context ends them, and disconnects from Ray if this object connected."""
 
-    def __init__(self, where: Ray, memory: int, code: DeviceCode) -> None:
+    def __init__(self, where: Ray, memory: int | None, code: DeviceCode) -> None:
         self.where = where
         self._memory, self._code = memory, code
         self._token = new_token()
@@ -350,7 +362,7 @@ class RayCluster:
         for index in range(count):
             options = self._options(group, index, num_cpus=self.where.cpus, num_gpus=self.where.gpus)
             device = actor.options(**options).remote(
-                self._token, address, self._memory, code.make_trainer, [payload], code.jobs
+                self._token, address, self._memory, code.make_trainer, [payload], code.jobs, self.where.most
             )
             self._devices.append(device)
             self._starting[device.device.remote()] = len(self._devices)

@@ -16,7 +16,8 @@ for a round when theirs is broken. Messages are lines of JSON over a loopback co
 A round is formed when every connected process of the last one is ready and there are at least ``min_size``; processes
 that wait to join are in it. The first waits for all processes that the launcher has started. Processes that have
 trained come first, so rank 0 has the state of the run. When a process has finished, no new ones are taken in, and those
-that have trained and lose a rank finish without it. A connection that closes is a process that is lost.
+that have trained and lose a rank finish without it. A connection that closes is a process that is lost. Every user of
+this machine can open connections: those that have not registered are few, and have ``REGISTER_S`` seconds.
 """
 
 from __future__ import annotations
@@ -29,16 +30,24 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from hoop.errors import HoopError
 from hoop.texts import parse_json
+from hoop.transport.accepting import AcceptingSocket, OutOfDescriptors, pending_limit
 
 log = logging.getLogger("hoop.launch")
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE, TOKEN_VARIABLE = "HOOP_RENDEZVOUS", "HOOP_RENDEZVOUS_TOKEN"
 MAX_MESSAGE_BYTES = 1 << 16
+MAX_UNREGISTERED = 256
+"""Most connections that have not registered; a further one takes the place of the oldest."""
+REGISTER_S = 60.0
+"""Seconds that a connection has to register."""
+POLL_S = 1.0
+"""Seconds between the looks for connections that have not registered in time."""
 
 
 @dataclass(eq=False)
@@ -46,6 +55,8 @@ class _Process:
     """A connected process."""
 
     link: socket.socket
+    until: float
+    """When it must have registered (``time.monotonic``)."""
     unread: bytes = b""
     slot: int = -1
     """Number with which the process has registered; -1: it has not."""
@@ -64,7 +75,8 @@ class RendezvousServer:
         self._listener = socket.create_server((LOOPBACK, 0))
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accepting = AcceptingSocket(self._listener, self._selector)
+        self._max_unregistered = pending_limit(MAX_UNREGISTERED)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._processes: list[_Process] = []
         self._round = 0
@@ -106,20 +118,48 @@ class RendezvousServer:
 
     def _serve(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(self._accepting.timeout(POLL_S if self._unregistered() else None))
+            self._accepting.resume_if_due()
+            for key, _ in ready:
                 with self._lock:
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif isinstance(key.data, _Process):
+                    elif isinstance(key.data, _Process) and key.data in self._processes:
                         self._receive(key.data)
+            for process in self._unregistered():
+                if process.until < time.monotonic():
+                    self._drop(process)
+
+    def _unregistered(self) -> list[_Process]:
+        """Connections that have not registered, the oldest first."""
+        return [process for process in self._processes if process.slot < 0]
 
     def _accept(self) -> None:
-        link, _ = self._listener.accept()
+        """Accepts a connection. Too many that do not register cannot keep others out: the oldest makes room."""
+        unregistered = self._unregistered()
+        try:
+            link = self._accepting.accept()
+        except OutOfDescriptors:
+            if unregistered:
+                self._drop(unregistered[0])
+            else:
+                self._accepting.pause()
+            return
+        if link is None:
+            return
+        if len(unregistered) >= self._max_unregistered:
+            self._drop(unregistered[0])
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setblocking(False)
-        process = _Process(link)
+        process = _Process(link, time.monotonic() + REGISTER_S)
         self._processes.append(process)
         self._selector.register(link, selectors.EVENT_READ, process)
+
+    def _drop(self, process: _Process) -> None:
+        """Closes a connection that is no process's."""
+        self._selector.unregister(process.link)
+        process.link.close()
+        self._processes.remove(process)
 
     def _receive(self, process: _Process) -> None:
         try:
@@ -135,7 +175,11 @@ class RendezvousServer:
         for line in lines:
             try:
                 self._handle(process, parse_json(line))
-            except (HoopError, ValueError, KeyError, TypeError) as error:
+            except (HoopError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+                if process.slot < 0:  # anyone's
+                    log.debug("rendezvous: closing a connection after the message %r: %s", line[:100], error)
+                    self._drop(process)
+                    return
                 log.warning("rendezvous: closing a connection after the message %r: %s", line[:100], error)
                 self._lose(process)
                 return
@@ -143,9 +187,9 @@ class RendezvousServer:
     def _handle(self, process: _Process, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "register":
-            if not hmac.compare_digest(str(message["token"]), self._token):
+            if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
                 raise ValueError("a token of another run")
-            process.slot = int(message["slot"])
+            process.slot = max(0, int(message["slot"]))
             return
         if process.slot < 0:
             raise ValueError("a message before register")
@@ -180,10 +224,7 @@ class RendezvousServer:
                 self._send(one, {"type": "updated"})
 
     def _lose(self, process: _Process) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(process.link)
-        process.link.close()
-        self._processes.remove(process)
+        self._drop(process)
         if process.in_round and not self._store_announced:
             self._store_announced = True
             for one in self._processes:

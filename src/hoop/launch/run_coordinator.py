@@ -11,15 +11,13 @@ from hoop.membership.heartbeats import DetectorConfig
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.wire.auth import Credentials
+from hoop.wire.channels import LOCAL_LEASE_S
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, new_token
+from hoop.wire.tokens import RUN_VARIABLE, Token, new_token
 
-COORDINATOR, TOKEN = "HOOP_RUN_COORDINATOR", "HOOP_RUN_TOKEN"
-"""Environment variables of the ranks with the coordinator's address and its token."""
+COORDINATOR = "HOOP_RUN_COORDINATOR"
+"""Environment variable of the ranks with the coordinator's address; its token is in RUN_VARIABLE."""
 START_TIMEOUT_S = 60.0
-LEASE_S = 20.0
-"""Seconds without a heartbeat after which a device is lost; one that ends is noticed at once. Heartbeats share a
-process with the user's own code, which may keep the interpreter busy."""
 
 
 class RunCoordinator:
@@ -56,10 +54,13 @@ class RunCoordinator:
     async def _run(self) -> None:
         credentials = Credentials(Role.COORDINATOR, Token.parse(self._token))
         server = CoordinatorServer(
-            CoordinatorConfig(detector=DetectorConfig(lease_s=LEASE_S), credentials=credentials, command="hoop run")
+            CoordinatorConfig(
+                detector=DetectorConfig(lease_s=LOCAL_LEASE_S), credentials=credentials, command="hoop run"
+            )
         )
         address = await server.start()
-        self.variables = {COORDINATOR: str(address), TOKEN: self._token}
+        self.variables = {COORDINATOR: str(address), RUN_VARIABLE: self._token}
         self._started.set()
-        await asyncio.to_thread(self._ending.wait)
+        ends = [asyncio.to_thread(self._ending.wait), server.coordinator.wait_failed()]
+        await asyncio.wait(map(asyncio.ensure_future, ends), return_when="FIRST_COMPLETED")
         await server.stop()

@@ -51,11 +51,17 @@ class LinkClosed:
 
 @dataclass(frozen=True)
 class Probed:
-    """The coordinator probed a suspect device. ``failure``: why it refused the connection; empty if it accepted."""
+    """The coordinator looked after a device: at its process, where it can see it, else by connecting to its server."""
 
     device_id: int
     incarnation: str
     failure: str
+    """Why its process must have ended; empty: it may live."""
+    runs_at: float = 0.0
+    """Time at which its process was running; 0: it was not seen to run. A stopped process accepts connections too, but
+    does not answer."""
+    by_answer: bool = False
+    """Whether it was seen by an answer at its address, which may be another process's, and not by its kernel."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +246,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Probe:
-    """Open a connection to this device to find out whether its process lives."""
+    """Find out whether the process of this device lives and runs."""
 
     device_id: int
 

@@ -4,10 +4,15 @@
       ▲                                                      │
       └───────────── a heartbeat ────────────────────────────┤
                                                              ▼
-    a refused connection (``Probed``), an expired lease (``Tick``), X failed calls of the last Y ──▶ dead
+    its process has ended, a refused connection (``Probed``), an expired lease (``Tick``), failed calls ──▶ dead
 
 A device that is dead or has left breaks its communicators: their operations stop, and they need a rebuild.
 ``state_machine.step`` calls these functions; ``heartbeats`` has the time limits and the verdicts.
+
+Silence is no evidence by itself: a process may wait for a core, or hold Python's interpreter lock. A device that is
+silent for a quarter of its lease is probed: is its process there, does it run (``Probed``)? As long as it does, its
+silence does not count. Nor does time in which the coordinator itself did not run, and a coordinator that is late gives
+every device more time.
 
 A coordinator that receives no heartbeat from any device is itself the likely fault (its network is cut, its machine was
 suspended). Neither silence nor failed calls count then, until one device sends a heartbeat again or ``isolation_s`` has
@@ -31,27 +36,35 @@ def on_heartbeat(state: State, event: m.Heartbeat) -> m.Result:
     if member is None or member.info.incarnation != event.incarnation or not member.usable:
         raise MembershipChanged(f"device {event.device_id} is not a member (any more): join again")
     recovered = member.health is _SUSPECT
-    if event.now - member.heartbeats.last_heartbeat > state.config.lease_s / 2:  # else this one was heard: no isolation
+    heartbeats = member.heartbeats
+    if event.now - heartbeats.last_heartbeat > state.config.lease_s / 2:  # else this one was heard: no isolation
+        heartbeats = heartbeats.discount_pause(_isolated_s(state, event.now), event.now)
         state = end_isolation(state, event.now)
-    member = replace(member, heartbeats=member.heartbeats.with_heartbeat(event.now), health=_ALIVE, reason="")
+    member = replace(member, heartbeats=heartbeats.with_heartbeat(event.now), health=_ALIVE, reason="")
     instructions = (m.device_event("device_recovered", member, "answers again"),) if recovered else ()
     return state.with_member(member), instructions
 
 
 def on_call_reported(state: State, event: m.CallReported) -> m.Result:
-    """A failed call makes a device suspect, and dead if too many of its last calls failed."""
+    """A failed call makes a device suspect, and dead if all its calls fail for a lease while its heartbeats come.
+
+    Calls to a device that is silent say no more than its silence does, and that has its own limit.
+    """
     member = state.members.get(event.device_id)
     if member is None or not member.usable:
         return state, ()
-    if event.failure and _isolated_s(state, event.now):
-        return suspect(state, event.device_id, member.info.incarnation, event.failure)
-    member = replace(member, heartbeats=member.heartbeats.with_call(not event.failure, state.config))
-    state = state.with_member(member)
+    heartbeats, incarnation = member.heartbeats, member.info.incarnation
+    if event.failure and (heartbeats.needs_probe(event.now, state.config) or _isolated_s(state, event.now)):
+        return suspect(state, event.device_id, incarnation, event.failure)
+    heartbeats = heartbeats.with_call(not event.failure, event.now)
+    if heartbeats is not member.heartbeats:
+        member = replace(member, heartbeats=heartbeats)
+        state = state.with_member(member)
     if not event.failure:
         return state, ()
-    if verdict := member.heartbeats.call_verdict(state.config):
+    if verdict := heartbeats.call_verdict(event.now, state.config):
         return _declare_dead(state, member, f"{verdict}: {event.failure}")
-    return suspect(state, event.device_id, member.info.incarnation, event.failure)
+    return suspect(state, event.device_id, incarnation, event.failure)
 
 
 def suspect(state: State, device_id: int, incarnation: str, reason: str) -> m.Result:
@@ -66,34 +79,43 @@ def suspect(state: State, device_id: int, incarnation: str, reason: str) -> m.Re
 
 
 def on_probed(state: State, event: m.Probed) -> m.Result:
-    """A refused connection proves that the process has ended."""
+    """A process that has ended makes its device dead. One that runs is a sign of life."""
     member = state.members.get(event.device_id)
     if member is None or member.info.incarnation != event.incarnation or not member.usable:
         return state, ()
     if event.failure:
         return _declare_dead(state, replace(member, ended=True), event.failure)
-    return state, ()  # the process lives; its next heartbeat, or the end of its lease, decides
+    if event.runs_at and not (event.by_answer and member.heartbeats.first_heartbeat_until):
+        member = replace(member, heartbeats=member.heartbeats.with_sighting(event.runs_at))
+        return state.with_member(member), ()
+    return state, ()  # no evidence: its next heartbeat, or the end of its lease, decides
 
 
 def check_leases(state: State, now: float) -> m.Result:
-    """Declares silent devices dead, and probes suspects again."""
-    # Ticks come every heartbeat interval. A gap of half a lease means that the coordinator itself was paused.
-    paused_s = now - state.last_tick - state.config.lease_s / 2 if state.last_tick else 0.0
-    if paused_s > 0:
-        members = {
-            key: replace(one, heartbeats=one.heartbeats.discount_pause(paused_s, now))
-            for key, one in state.members.items()
-        }
-        state = replace(state, members=members)
-    state = replace(state, last_tick=now)
+    """Declares silent devices dead, and probes suspects and silent devices."""
     config = state.config
+    if state.last_tick:
+        gap = now - state.last_tick
+        state = replace(state, observer=state.observer.after_tick(gap, now, config))
+        # Ticks come every heartbeat interval. In the rest of the gap the coordinator did not run, and heard nobody.
+        if (paused_s := gap - 2 * config.heartbeat_s) > 0:
+            members = {
+                key: replace(member, heartbeats=member.heartbeats.discount_pause(paused_s, now))
+                for key, member in state.members.items()
+            }
+            state = replace(state, members=members)
+    state = replace(state, last_tick=now)
     instructions: tuple[m.MembershipInstruction, ...] = ()
     believed = not 0 < _isolated_s(state, now) <= config.isolation_s
     for member in state.members.values():  # of this moment: a state does not change
-        if believed and member.usable and (verdict := member.heartbeats.silence_verdict(now, config)):
+        if not member.usable:
+            continue
+        verdict = member.heartbeats.silence_verdict(now, config, state.observer) if believed else ""
+        if verdict:
             state, more = _declare_dead(state, member, verdict)
             instructions += more
-        elif member.health is _SUSPECT:  # a dying process may still have accepted the first probe
+        # A dying process may still have accepted the first probe.
+        elif member.health is _SUSPECT or member.heartbeats.needs_probe(now, config):
             instructions += (m.Probe(member.info.device_id),)
     return state, instructions
 

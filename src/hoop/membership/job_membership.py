@@ -13,8 +13,10 @@ the newest generation. ``JobView`` adds the stage of the job's task on each devi
 
 The rules, in the order in which ``_decide`` applies them:
 
-    (1) a task failed, or all tasks have reached the end of the training: the job is over
-    (2) no device has a rank any more: wait for devices that can come back, then assign ranks to those that did
+    (1) a task failed, or all tasks have reached the end of the training and their parts of the final state are known:
+        the job is over
+    (2) no device has a rank any more: wait for devices that can come back and may have the newest state, or a part of
+        the final one, then assign ranks to those that did
     (3) all ranks wait, and together they lack a part of the state: wait for devices that may still have it; or they
         cannot go on for another reason, with devices that have just joined: refuse these
     (4) the generation is broken (a device died, a link failed, a task is gone): assign new ranks at once
@@ -42,11 +44,11 @@ state and wait for others for the restart grace. If none come, the job ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from hoop.errors import InternalError, PeerLost, UserError, error_from_name
+from hoop.errors import InternalError, PeerLost, TrainingStateLost, UserError, error_from_name
 from hoop.membership.fast_replace import replace
 from hoop.membership.job_messages import (
     Assign,
@@ -58,6 +60,8 @@ from hoop.membership.job_messages import (
     Delivered,
     DeviceArrived,
     End,
+    Expel,
+    FinalPartTaken,
     Invite,
     InviteFailed,
     JobInstruction,
@@ -72,14 +76,41 @@ from hoop.membership.job_messages import (
     StopRequested,
     TaskFinished,
     TaskFound,
+    TaskHung,
     TaskLost,
     TaskReady,
     TaskResumed,
     TasksListed,
     TaskWaiting,
 )
-from hoop.membership.reachability import cut_off
-from hoop.membership.state import CommunicatorState, Health, Member, State
+from hoop.membership.job_view import (
+    MAX_BACKOFF_S,
+    SETTLE,
+    SILENT_HANGS,
+    JobView,
+    TaskStage,
+    TaskView,
+    active,
+    backoff_over,
+    can_take_part,
+    count_attempt,
+    had_rank,
+    has_room,
+    is_cut_off,
+    loading,
+    may_return,
+    not_leaving,
+    ready_devices,
+    remaining,
+    reset_backoff,
+    silent_member,
+    stage_of,
+    task_of,
+    with_task,
+    without_rank,
+    without_task,
+)
+from hoop.membership.state import CommunicatorState, State
 
 __all__ = [
     "FIRST_NOTICE_S",
@@ -94,6 +125,8 @@ __all__ = [
     "Delivered",
     "DeviceArrived",
     "End",
+    "Expel",
+    "FinalPartTaken",
     "Handover",
     "HandoverStage",
     "Invite",
@@ -111,6 +144,7 @@ __all__ = [
     "StopRequested",
     "TaskFinished",
     "TaskFound",
+    "TaskHung",
     "TaskLost",
     "TaskReady",
     "TaskResumed",
@@ -123,112 +157,10 @@ __all__ = [
     "handover",
     "loading",
 ]
-MAX_BACKOFF_S = 30.0
-"""Maximum seconds between two rebuilds without new evidence in between."""
-SETTLE = 1 / 6
-"""Pause before ranks that all wait are rebuilt, as a fraction of a lease. A decision on their links may come first."""
 FIRST_NOTICE_S = 1.0
 """Seconds after which a job that waits for a device which is loading it announces so for the first time."""
 NOTICE_S = 10.0
 """Seconds between two later announcements of the same wait."""
-
-
-class TaskStage(StrEnum):
-    """The stage of a device's task."""
-
-    LOADING = "loading"
-    READY = "ready"
-    ACTIVE = "active"
-
-
-_LOADING, _READY, _ACTIVE = TaskStage.LOADING, TaskStage.READY, TaskStage.ACTIVE  # a class is slower to ask
-
-
-@dataclass(frozen=True)
-class TaskView:
-    """The job's task on one device, as the coordinator sees it."""
-
-    incarnation: str
-    stage: TaskStage
-    waiting: int = 0
-    """Generation that the task has left; it waits for a rank of a newer one. 0: it does not wait."""
-    lacks: str = ""
-    """Text of the error by which the ranks of that generation lack state; empty: only links failed."""
-    error: str = ""
-    """Name of the error class for ``lacks``."""
-    since: float = 0.0
-    """Time when the task began to load the job, if the stage is ``LOADING``."""
-
-
-@dataclass(frozen=True)
-class JobView:
-    """One job, as the coordinator sees it. Immutable."""
-
-    id: int
-    elastic: bool = True
-    """Whether devices may join and leave: every device has the whole state, or other devices hold replicas of its
-    part."""
-    planned: bool = True
-    """True if no rank has the only copy of a part of the state (data parallel, except a sharded update without
-    replicas): ranks then change between two steps and no state has to move first."""
-    restart_grace_s: float = 60.0
-    """Seconds that the job waits for devices that can come back; 0: not at all."""
-    size: int = 0
-    """Target number of ranks: the initial number, or the number when a leave was requested if smaller.
-
-    A member may leave once this many ranks remain.
-    """
-    min_ranks: int = 1
-    """The larger of the strategy's minimum and ``user_min_devices``."""
-    user_min_devices: int = 1
-    """Minimum number of devices that the user allows. With fewer the job waits."""
-    max_devices: int = 0
-    """Maximum number of devices that the job takes. 0: no limit is stated, and only devices that join are invited."""
-    tasks: Mapping[int, TaskView] = field(default_factory=dict)
-    """The job's tasks by device id, without tasks that have ended."""
-    participants: frozenset[int] = frozenset()
-    """Ids of all devices that ever had a rank."""
-    leaving: Mapping[int, float] = field(default_factory=dict)
-    """Time until which each device that is to leave waits for another device to take its place."""
-    listing_tasks: bool = True
-    """True while the coordinator starts the tasks, or looks for them after a restart: no rule applies before
-    ``TasksListed``."""
-    assigning: bool = False
-    """True while an ``Assign`` is under way: its ranks are not in the cluster's state yet."""
-    undelivered: int = 0
-    """Newest generation whose ranks did not reach every member."""
-    planned_generation: int = 0
-    """Generation to which members move between two steps; 0: none."""
-    had_rank_before: tuple[int, ...] = ()
-    """Ids of the devices that had a rank when the newest generation was assigned."""
-    invite_again: Mapping[int, float] = field(default_factory=dict)
-    """Time of the next invitation of each device that an invitation did not reach."""
-    refused: frozenset[str] = frozenset()
-    """Incarnations that cannot take part: their data differs, or they do not have the job's code."""
-    newcomers: frozenset[int] = frozenset()
-    """Devices that have their first rank in a generation whose ranks have not run steps together yet."""
-    unconfirmed_generation: int = 0
-    """Newest generation, until its ranks run steps together; 0 after that. No join or leave is planned before."""
-    waits_since: float | None = None
-    """Time when the first member of the newest generation began to wait; None: none waits."""
-    attempts: int = 0
-    """Number of rebuilds since the last evidence or progress."""
-    last_attempt: float = 0.0
-    grace_until: float | None = None
-    """End of the wait for devices that can come back; None: the job does not wait."""
-    awaited: frozenset[int] = frozenset()
-    """Ids of the devices of the last announced wait."""
-    finished: bool = False
-    """True if a task reached the end of the training."""
-    failed: bool = False
-    """True if a task failed by its own code: a user error or a bug."""
-    abandoned: bool = False
-    """True if a user asked to stop while no device has a rank."""
-    all_leaving: bool = False
-    """True if all members want to leave, and no device can take over."""
-    next_notice: float | None = None
-    """Time of the next announcement that the job waits for a device which is loading it; None: it does not wait."""
-    over: bool = False
 
 
 Result = tuple[JobView, tuple[JobInstruction, ...]]
@@ -264,45 +196,72 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
         case DeviceArrived(device_id):
             member = cluster.members.get(device_id)
             arrived = {member.info.incarnation} if member is not None else set()
+            if job.grace_until is not None and device_id in job.holders:  # the others may be on their way, too
+                job = replace(job, grace_until=max(job.grace_until, now + job.restart_grace_s))
             return _invite_if_room(replace(job, refused=job.refused - arrived), cluster, device_id, now)
         case InviteFailed(device_id, incarnation, refused):
-            job = _without_task(job, device_id, incarnation)
+            job = without_task(job, device_id, incarnation)
             if refused:
                 return replace(job, refused=job.refused | {incarnation}), ()
             return replace(job, invite_again={**job.invite_again, device_id: now + cluster.config.lease_s}), ()
+        case TaskHung(device_id, incarnation, generation, text):
+            hangs = task_of(job, device_id, incarnation) and generation == cluster.communicator(job.id).generation
+            return _expel(job, cluster, device_id, text) if hangs else (job, ())
         case TaskLost(device_id, incarnation):
-            return _without_task(job, device_id, incarnation), ()
+            return without_task(job, device_id, incarnation), ()
         case TaskReady(device_id, incarnation):
-            if _task(job, device_id, incarnation) is None:
+            if task_of(job, device_id, incarnation) is None:
                 return job, ()
             task = TaskView(incarnation, TaskStage.READY)
-            return _reset_backoff(_with_task(_not_leaving(job, device_id), device_id, task)), ()
+            return reset_backoff(with_task(not_leaving(job, device_id), device_id, task)), ()
         case TaskWaiting():
             return _on_waiting(job, event, cluster, now), ()
         case TaskResumed(generation):
             return _on_resumed(job, cluster, generation, now)
         case TaskFinished(device_id, incarnation, finished, failed):
-            had_rank = _stage(job, device_id, incarnation) == TaskStage.ACTIVE
-            job = _without_task(job, device_id, incarnation)
-            return (replace(job, finished=job.finished or finished, failed=job.failed or (failed and had_rank)), ())
+            ranked = stage_of(job, device_id, incarnation) == TaskStage.ACTIVE
+            job = without_task(job, device_id, incarnation)
+            if finished:
+                job = replace(job, finished=True, at_end=job.at_end | {device_id})
+            return replace(job, failed=job.failed or (failed and ranked)), ()
+        case FinalPartTaken(device_id, steps, turn, parts):
+            key = steps, turn, parts
+            known = job.final_parts.get(key, frozenset())
+            return replace(job, final_parts={**job.final_parts, key: known | {device_id}}), ()
         case Assigned(generation, planned):
             return _on_assigned(job, cluster, generation, planned)
         case AssignFailed():
-            return _count_attempt(replace(job, assigning=False), now), ()
+            return count_attempt(replace(job, assigning=False), now), ()
         case Delivered(generation, ok):
             return _on_delivered(job, cluster, generation, ok, now)
         case LeaveRequested(device_id, until):
             if device_id not in job.tasks:
                 return job, ()
-            ranks = len(active(job, cluster)) + len(_ready(job, cluster))
+            ranks = len(active(job, cluster)) + len(ready_devices(job, cluster))
             size = job.size if job.leaving else min(job.size, ranks)  # earlier losses need no replacement now
             return replace(job, leaving={**job.leaving, device_id: until}, size=size), ()
         case LeaveCancelled(device_id):
-            return _invite_if_room(_not_leaving(job, device_id), cluster, device_id, now)
+            return _invite_if_room(not_leaving(job, device_id), cluster, device_id, now)
         case StopRequested():
             return replace(job, abandoned=job.abandoned or not active(job, cluster)), ()
         case JobTick():
+            if silent := silent_member(job, cluster, now):
+                text = (
+                    f"device {silent} has sent nothing for {SILENT_HANGS * job.hang_s:.0f} s, and its process lives: "
+                    "code in it holds Python's interpreter lock; its standard error has its stack"
+                )
+                return _expel(job, cluster, silent, text)
             return job, ()
+
+
+def _expel(job: JobView, cluster: State, device_id: int, text: str) -> Result:
+    """A member hangs: the ranks go on without it, as if its device had died. The last member of a job stays."""
+    members = active(job, cluster)
+    if not job.elastic or device_id not in members or len(members) == 1:
+        return job, ()
+    incarnation = job.tasks[device_id].incarnation
+    job = without_task(replace(job, refused=job.refused | {incarnation}), device_id, incarnation)
+    return job, (Expel(device_id, text),)
 
 
 def _on_task_found(
@@ -310,13 +269,13 @@ def _on_task_found(
 ) -> JobView:
     one = cluster.communicator(job.id)
     if not generation:
-        return job if _task(job, device_id, task.incarnation) else _with_task(job, device_id, task)
-    participants = job.participants | {device_id}
+        return job if task_of(job, device_id, task.incarnation) else with_task(job, device_id, task)
+    job = replace(job, participants=job.participants | {device_id}, holders=job.holders | {device_id})
     task = replace(task, stage=TaskStage.ACTIVE)
     if generation != one.generation:  # its newest rank did not reach it
         task = replace(task, waiting=one.generation)
         job = replace(job, waits_since=now if job.waits_since is None else job.waits_since)
-    return _with_task(replace(job, participants=participants), device_id, task)
+    return with_task(job, device_id, task)
 
 
 def _invite(job: JobView, cluster: State, device_id: int, now: float) -> Result:
@@ -324,25 +283,25 @@ def _invite(job: JobView, cluster: State, device_id: int, now: float) -> Result:
     member = cluster.members.get(device_id)
     if (
         member is None
-        or not _can_take_part(job, member)
+        or not can_take_part(job, member)
         or not job.elastic
         or device_id in cluster.link_faults_of(job.id).evicted_until
-        or _cut_off(job, cluster, device_id)
+        or is_cut_off(job, cluster, device_id)
     ):
         return job, ()
-    stage = _stage(job, device_id, member.info.incarnation)
+    stage = stage_of(job, device_id, member.info.incarnation)
     left_out = stage == TaskStage.ACTIVE and device_id not in cluster.communicator(job.id).members
     if member.info.incarnation in job.refused or (stage is not None and not left_out):
         return job, ()
     task = TaskView(member.info.incarnation, TaskStage.LOADING, since=now)
-    return _with_task(job, device_id, task), (Invite(device_id),)
+    return with_task(job, device_id, task), (Invite(device_id),)
 
 
 def _invite_if_room(job: JobView, cluster: State, device_id: int, now: float) -> Result:
     """Invites a device, unless the job has as many as it takes: then one that lost its rank is released."""
-    if _has_room(job, cluster):
+    if has_room(job, cluster):
         return _invite(job, cluster, device_id, now)
-    stranded = not job.unconfirmed_generation and device_id in _without_rank(job, cluster.communicator(job.id))
+    stranded = not job.unconfirmed_generation and device_id in without_rank(job, cluster.communicator(job.id))
     return job, (Release(device_id, True),) if stranded else ()
 
 
@@ -352,7 +311,7 @@ def _invite_idle(job: JobView, cluster: State, now: float) -> Result:
     if job.listing_tasks or job.finished:
         return job, ()
     replacing = _wait_of_leavers(job, cluster, now) == HandoverStage.WAITING
-    if not replacing and not (job.max_devices and _has_room(job, cluster)):
+    if not replacing and not (job.max_devices and has_room(job, cluster)):
         return job, ()
     running = (cluster.communicators[key] for key in cluster.jobs if key in cluster.communicators)
     busy = {key for one in running for key in one.members}
@@ -362,7 +321,7 @@ def _invite_idle(job: JobView, cluster: State, now: float) -> Result:
         if member.available and member.info.incarnation not in job.refused and key not in job.invite_again:
             job, instructions = _invite(job, cluster, key, now)
             invited += instructions
-            if instructions and not (job.max_devices and _has_room(job, cluster)):
+            if instructions and not (job.max_devices and has_room(job, cluster)):
                 break
     return job, invited
 
@@ -370,12 +329,12 @@ def _invite_idle(job: JobView, cluster: State, now: float) -> Result:
 def _on_waiting(job: JobView, event: TaskWaiting, cluster: State, now: float) -> JobView:
     """A member waits. A member that left an older generation takes its newer rank by itself."""
     one = cluster.communicator(job.id)
-    task = _task(job, event.device_id, event.incarnation)
+    task = task_of(job, event.device_id, event.incarnation)
     if task is None or task.stage != TaskStage.ACTIVE or event.generation != one.generation:
         return job
     task = replace(task, waiting=event.generation, lacks=event.lacks, error=event.error)
     since = now if job.waits_since is None else job.waits_since
-    return _with_task(replace(job, waits_since=since), event.device_id, task)
+    return with_task(replace(job, waits_since=since), event.device_id, task)
 
 
 def _on_resumed(job: JobView, cluster: State, generation: int, now: float) -> Result:
@@ -383,17 +342,17 @@ def _on_resumed(job: JobView, cluster: State, generation: int, now: float) -> Re
     if generation != one.generation:
         return job, ()
     job = replace(
-        _reset_backoff(job), unconfirmed_generation=0, planned_generation=0, grace_until=None, awaited=frozenset()
+        reset_backoff(job), unconfirmed_generation=0, planned_generation=0, grace_until=None, awaited=frozenset()
     )
-    job = replace(job, newcomers=frozenset())
+    job = replace(job, newcomers=frozenset(), holders=frozenset(one.members))
     instructions: tuple[JobInstruction, ...] = ()
-    for key in _without_rank(job, one):  # the running ranks have its state
+    for key in without_rank(job, one):  # the running ranks have its state
         if key in job.leaving or key in cluster.link_faults_of(job.id).evicted_until:
             instructions += (Release(key, True),)
         else:
             job, more = _invite_if_room(job, cluster, key, now)
             instructions += more
-    kept = {key: until for key, until in job.leaving.items() if key in one.members or not _had_rank(job, key)}
+    kept = {key: until for key, until in job.leaving.items() if key in one.members or not had_rank(job, key)}
     return replace(job, leaving=kept), instructions
 
 
@@ -406,26 +365,27 @@ def _on_assigned(job: JobView, cluster: State, generation: int, planned: bool) -
     for key in one.members:
         if key in tasks:
             tasks[key] = TaskView(tasks[key].incarnation, TaskStage.ACTIVE)
-    had_rank = tuple(key for key in sorted(job.tasks) if _had_rank(job, key))
+    ranked = tuple(key for key in sorted(job.tasks) if had_rank(job, key))
     newcomers = frozenset(one.members) & (job.newcomers | set(one.members) - job.participants)
     participants = job.participants | set(one.members)
-    job = replace(job, tasks=tasks, participants=participants, newcomers=newcomers, waits_since=None)
+    holders = job.holders | set(one.members)
+    job = replace(job, tasks=tasks, participants=participants, holders=holders, newcomers=newcomers, waits_since=None)
     job = replace(
         job,
         unconfirmed_generation=generation,
         planned_generation=generation if planned else 0,
-        had_rank_before=had_rank,
+        had_rank_before=ranked,
     )
     # Not final until the new ranks run: the state of the released devices may still be needed.
     gone = {*job.leaving, *cluster.link_faults_of(job.id).evicted_until}
-    return job, tuple(Release(key, False) for key in _without_rank(job, one) if key in gone)
+    return job, tuple(Release(key, False) for key in without_rank(job, one) if key in gone)
 
 
 def _on_delivered(job: JobView, cluster: State, generation: int, ok: bool, now: float) -> Result:
     if generation != cluster.communicator(job.id).generation:
         return job, ()
     if not ok:
-        return _count_attempt(replace(job, undelivered=generation), now), ()
+        return count_attempt(replace(job, undelivered=generation), now), ()
     return job, (Move(job.had_rank_before),) if job.planned_generation == generation else ()
 
 
@@ -441,27 +401,30 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     stuck = bool(working) and len(waiting) == len(working)
     if job.failed:  # (1)
         return _end(job)
-    if job.finished and not _finishing(job, one, working, waiting):
+    at_end = job.finished and not _finishing(job, one, working, waiting)
+    if at_end and _has_final_state(job):
         return _end(job)
-    if not working:
-        return _end(job) if job.abandoned or job.all_leaving else _await_devices(job, cluster, now)  # (2)
+    if not working and not at_end and (job.abandoned or job.all_leaving):
+        return _end(job)
     if stuck and any(job.tasks[key].lacks for key in waiting):
         return _await_state(job, cluster, waiting, now)  # (3)
+    if at_end or not working:
+        return _await_devices(job, cluster, now)  # (2)
     # Other devices may still hold a part of the state of a device that leaves: it stays until the ranks run again.
     departing = _departing(job, cluster, now)
     dispensable = departing if job.planned else ()
     if _broken(job, cluster, one, working):  # (4)
-        if not _backoff_over(job, cluster, now) or _needs_loading(job, cluster):
+        if not backoff_over(job, cluster, now) or _needs_loading(job, cluster):
             return job, ()
-        if 0 < len(_remaining(job, cluster)) < job.user_min_devices:
+        if 0 < len(remaining(job, cluster)) < job.user_min_devices:
             return _await_more(job, cluster, now)
         return _rebuild(job, cluster, dispensable)
     if waiting and job.waits_since is not None:  # (5)
         pause = cluster.config.lease_s * (SETTLE if stuck else 1.0) * 2**job.attempts
         if now - job.waits_since < min(pause, MAX_BACKOFF_S):
             return job, ()
-        return _rebuild(_count_attempt(job, now), cluster, dispensable)
-    ready = _ready(job, cluster)
+        return _rebuild(count_attempt(job, now), cluster, dispensable)
+    ready = ready_devices(job, cluster)
     if not job.unconfirmed_generation and not job.finished and (ready or departing):  # (6)
         if job.planned:
             assign = Assign(tuple(ready), departing, planned=True)
@@ -481,7 +444,7 @@ def _departing(job: JobView, cluster: State, now: float) -> tuple[int, ...]:
     asked = [key for key in members if key in job.leaving]
     if not asked or len(asked) == len(members):  # (a)
         return ()
-    ranks = len(members) + len(_ready(job, cluster))
+    ranks = len(members) + len(ready_devices(job, cluster))
     replaced = max(0, ranks - job.size)
     found = asked[:replaced]  # (b)
     if not loading(job, cluster):
@@ -492,7 +455,7 @@ def _departing(job: JobView, cluster: State, now: float) -> tuple[int, ...]:
 
 def _needs_loading(job: JobView, cluster: State) -> bool:
     """Whether the strategy cannot go on with the remaining devices alone, and others are loading the job."""
-    ranks = len(active(job, cluster)) + len(_ready(job, cluster))
+    ranks = len(active(job, cluster)) + len(ready_devices(job, cluster))
     return ranks < job.min_ranks and bool(loading(job, cluster))
 
 
@@ -504,7 +467,7 @@ def _with_all_leaving(job: JobView, cluster: State, now: float) -> JobView:
     if job.listing_tasks or not members:
         return job
     leave_now = all(job.leaving.get(key, now + 1.0) <= now for key in members)
-    all_leave = leave_now and not (_ready(job, cluster) or loading(job, cluster))
+    all_leave = leave_now and not (ready_devices(job, cluster) or loading(job, cluster))
     return job if all_leave == job.all_leaving else replace(job, all_leaving=all_leave)
 
 
@@ -518,6 +481,13 @@ def _finishing(job: JobView, one: CommunicatorState, working: list[int], waiting
     return any(key in job.had_rank_before for key in left) if job.planned_generation == one.generation else bool(left)
 
 
+def _has_final_state(job: JobView) -> bool:
+    """Whether all parts of a final state are known, or none exists: no device can tell of another part."""
+    if any(len(devices) >= parts for (_, _, parts), devices in job.final_parts.items()):
+        return True
+    return not job.final_parts and job.at_end >= job.holders
+
+
 def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[int]) -> bool:
     """Whether the ranks of the newest generation are known to be unable to run."""
     if one.broken_by or cluster.link_faults_of(job.id).decided_generation >= one.generation:
@@ -527,21 +497,24 @@ def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[
     if job.finished:
         return False
     # Members that have not moved yet run collectives of the previous generation, and need all of its ranks.
-    stranded = job.planned_generation == one.generation and any(not _had_rank(job, key) for key in job.had_rank_before)
+    stranded = job.planned_generation == one.generation and any(not had_rank(job, key) for key in job.had_rank_before)
     return stranded or len(working) < len(one.members)
 
 
 def _rebuild(job: JobView, cluster: State, departing: tuple[int, ...] = ()) -> Result:
     """Assigns new ranks at once, without members whose tasks are gone, that depart, or that were evicted."""
     one = cluster.communicator(job.id)
-    ready, working = _ready(job, cluster), active(job, cluster)
+    ready, working = ready_devices(job, cluster), active(job, cluster)
     gone = tuple(key for key in one.members if key in departing or key not in (*working, *ready))
     return replace(job, assigning=True, planned_generation=0), (Assign(tuple(ready), gone),)
 
 
 def _await_devices(job: JobView, cluster: State, now: float) -> Result:
     """(2): no device has a rank. Waits for devices that can come back, then assigns ranks to those that did."""
-    ready, missing = _ready(job, cluster), _may_return(job, cluster)
+    ready, missing = ready_devices(job, cluster), may_return(job, cluster)
+    newest = missing & job.holders
+    # Devices that were lost before the newest ranks ran have older state only: they are waited for if it is needed.
+    missing = newest if newest or ready or job.finished else missing
     if not job.elastic or not job.restart_grace_s or not (ready or missing):
         return _end(job)
     job = _with_grace(job, now)
@@ -549,7 +522,7 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
     if ready and waited and len(ready) < job.user_min_devices:
         return _await_more(job, cluster, now)
     if ready and waited:
-        return _rebuild(job, cluster) if _backoff_over(job, cluster, now) else (job, ())
+        return _rebuild(job, cluster) if backoff_over(job, cluster, now) else (job, ())
     if waited:
         return _end(job)
     return _invite_and_announce(job, cluster, missing, now)
@@ -558,7 +531,7 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
 def _await_more(job: JobView, cluster: State, now: float) -> Result:
     """(2), (4): fewer devices are left than the user allows. Waits for others until the restart grace is over."""
     began, job = job.grace_until is None, _with_grace(job, now)
-    ranks = len(_remaining(job, cluster))
+    ranks = len(remaining(job, cluster))
     assert job.grace_until is not None, "it has begun"
     if job.elastic and (now < job.grace_until or loading(job, cluster)):
         return job, (AwaitMore(ranks, job.grace_until - now),) if began else ()
@@ -577,8 +550,8 @@ def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -
         return _refuse_newcomers(job, cluster, waiting, worst.lacks, now)
     # A leaving device without a rank may hold the missing state: cancel its leave; it is invited again below.
     for key in job.leaving.keys() & job.participants - set(waiting):
-        job = _not_leaving(job, key)
-    ready, missing = _ready(job, cluster), _may_return(job, cluster)
+        job = not_leaving(job, key)
+    ready, missing = ready_devices(job, cluster), may_return(job, cluster)
     if ready:
         return _rebuild(job, cluster)
     job = _with_grace(job, now)
@@ -591,7 +564,7 @@ def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -
 
 def _refuse_newcomers(job: JobView, cluster: State, waiting: list[int], text: str, now: float) -> Result:
     """The ranks cannot go on with devices that have just joined: assigns ranks without these. They never had state."""
-    if not _backoff_over(job, cluster, now):
+    if not backoff_over(job, cluster, now):
         return job, ()
     refused = tuple(Refuse(key, text) for key in sorted(job.newcomers & job.tasks.keys()))
     members = cluster.communicator(job.id).members
@@ -629,8 +602,30 @@ def _invite_and_announce(job: JobView, cluster: State, missing: frozenset[int], 
 
 def _end(job: JobView, error: str = "", text: str = "") -> Result:
     """Ends the job and releases every remaining task: none of them would end by itself."""
+    if job.finished and not job.failed and not text and not _has_final_state(job):
+        error, text = TrainingStateLost.__name__, _missing_parts(job)
     releases = tuple(Release(key, True) for key in sorted(job.tasks))
     return replace(job, over=True), (*releases, End(error, text))
+
+
+def _missing_parts(job: JobView) -> str:
+    """Why a job that has reached its end has no final state, for its user."""
+    known = sorted(set().union(*job.final_parts.values()))
+    gone = sorted(job.holders - job.at_end)
+    has = (
+        f"device{'s' * (len(known) != 1)} {_listed(known)} had a part of it"
+        if known
+        else "no device has reported a part"
+    )
+    lost = f", and device{'s' * (len(gone) != 1)} {_listed(gone)} did not come back" if gone else ""
+    return (
+        f"the training reached its end, but its final state is not complete: {has}{lost}; go on from the newest "
+        "checkpoint: hoop train --resume --out DIR"
+    )
+
+
+def _listed(device_ids: Sequence[int]) -> str:
+    return ", ".join(map(str, device_ids))
 
 
 # ---- devices that leave, and the wait for devices that load
@@ -666,6 +661,8 @@ def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handov
         return Handover(HandoverStage.DONE)
     if job.listing_tasks:
         return Handover(HandoverStage.MOVING)
+    if any(device_id in devices for devices in job.final_parts.values()):
+        return Handover(HandoverStage.MOVING)  # until the job is over: clients read the final state here
     if device_id not in job.tasks or device_id not in job.participants:
         return Handover(HandoverStage.DONE)
     members = cluster.communicator(job.id).members
@@ -674,24 +671,11 @@ def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handov
         return Handover(HandoverStage.MOVING)
     if found := loading(job, cluster):
         return Handover(HandoverStage.LOADING, tuple(sorted(found)), now - min(found.values()))
-    if _ready(job, cluster) or _departing(job, cluster, now) or job.unconfirmed_generation or job.finished:
+    if ready_devices(job, cluster) or _departing(job, cluster, now) or job.unconfirmed_generation or job.finished:
         return Handover(HandoverStage.MOVING)
     if _broken(job, cluster, cluster.communicator(job.id), active(job, cluster)):
         return Handover(HandoverStage.MOVING)
     return Handover(HandoverStage.WAITING)
-
-
-def loading(job: JobView, cluster: State) -> dict[int, float]:
-    """Devices that load the job and can take a rank after that, and since when they load it."""
-    found = _at_stage(job, cluster, job.tasks, _LOADING)
-    if not found:
-        return {}
-    out = cluster.link_faults_of(job.id).evicted_until
-    return {
-        key: job.tasks[key].since
-        for key in found
-        if _can_take_part(job, cluster.members[key]) and key not in out and key not in job.leaving
-    }
 
 
 def _wait_of_leavers(job: JobView, cluster: State, now: float) -> HandoverStage:
@@ -710,7 +694,7 @@ def _announce_loading(job: JobView, cluster: State, now: float) -> Result:
     if not found and job.next_notice is None:
         return job, ()
     if found and not _needs_loading(job, cluster) and _wait_of_leavers(job, cluster, now) != HandoverStage.LOADING:
-        returned = _may_return(job, cluster) if job.grace_until is not None else frozenset()
+        returned = may_return(job, cluster) if job.grace_until is not None else frozenset()
         found = {key: since for key, since in found.items() if key in returned}
     seconds = now - min(found.values(), default=now)
     if seconds < FIRST_NOTICE_S:
@@ -719,137 +703,3 @@ def _announce_loading(job: JobView, cluster: State, now: float) -> Result:
         return job, ()
     notice = AwaitLoading(tuple(sorted(found)), seconds)
     return replace(job, next_notice=now + NOTICE_S), (notice,)
-
-
-# ---- queries and small updates
-
-
-def _task(job: JobView, device_id: int, incarnation: str) -> TaskView | None:
-    found = job.tasks.get(device_id)
-    return found if found is not None and found.incarnation == incarnation else None
-
-
-def _stage(job: JobView, device_id: int, incarnation: str) -> TaskStage | None:
-    found = _task(job, device_id, incarnation)
-    return found.stage if found is not None else None
-
-
-def active(job: JobView, cluster: State) -> list[int]:
-    """The members of the newest generation whose tasks run."""
-    return _at_stage(job, cluster, cluster.communicator(job.id).members, _ACTIVE)
-
-
-def _ready(job: JobView, cluster: State) -> list[int]:
-    """Devices that wait for their first rank and can get one."""
-    found = _at_stage(job, cluster, job.tasks, _READY)
-    if not found:
-        return []
-    out = cluster.link_faults_of(job.id).evicted_until
-    ready: list[int] = []
-    for key in sorted(key for key in found if key not in out and key not in job.leaving):
-        if _can_take_part(job, cluster.members[key]) and not _cut_off(job, cluster, key, ready):
-            ready.append(key)
-    if not job.max_devices:
-        return ready
-    stay = sum(key not in job.leaving for key in active(job, cluster))
-    return ready[: max(0, job.max_devices - stay)]
-
-
-def _remaining(job: JobView, cluster: State) -> list[int]:
-    """Devices that would get a rank now.
-
-    Health is checked, because a dead device's task may not have been removed yet.
-    """
-    out = cluster.link_faults_of(job.id).evicted_until
-    found = (*active(job, cluster), *_ready(job, cluster))
-    return [key for key in found if cluster.members[key].usable and key not in out]
-
-
-def _has_room(job: JobView, cluster: State) -> bool:
-    """Whether the job takes another device beside those that have a rank and stay, and those that will get one."""
-    if not job.max_devices:
-        return True
-    without, members = _without_rank(job, cluster.communicator(job.id)), cluster.members
-    taking_part = (key for key in job.tasks if key not in without and key not in job.leaving)
-    return sum(key in members and members[key].usable for key in taking_part) < job.max_devices
-
-
-def _cut_off(job: JobView, cluster: State, device_id: int, ready: Sequence[int] = ()) -> bool:
-    """Whether a device that never had a rank cannot connect to the members, or they to it.
-
-    A device that had one may have state that the others lack, so the rules of link faults decide about its links.
-    """
-    return device_id not in job.participants and cut_off(cluster, device_id, (*active(job, cluster), *ready))
-
-
-def _can_take_part(job: JobView, member: Member) -> bool:
-    """Whether a device may get a rank. One that leaves may if it had one: the others may lack its state."""
-    return member.available or (member.usable and member.info.device_id in job.participants)
-
-
-def _had_rank(job: JobView, device_id: int) -> bool:
-    """Whether the device's task was assigned a rank, in the newest generation or in an older one."""
-    return device_id in job.tasks and job.tasks[device_id].stage == TaskStage.ACTIVE
-
-
-def _without_rank(job: JobView, one: CommunicatorState) -> list[int]:
-    """Devices whose tasks had a rank and have none in the newest generation."""
-    return [key for key in sorted(job.tasks) if _had_rank(job, key) and key not in one.members]
-
-
-def _at_stage(job: JobView, cluster: State, device_ids: Iterable[int], stage: TaskStage) -> list[int]:
-    """Devices, of those given, whose task is at this stage, and was started by their present process."""
-    tasks, members = job.tasks, cluster.members
-    return [
-        key
-        for key in device_ids
-        if (task := tasks.get(key)) is not None
-        and task.stage == stage
-        and (member := members.get(key)) is not None
-        and task.incarnation == member.info.incarnation
-    ]
-
-
-def _may_return(job: JobView, cluster: State) -> frozenset[int]:
-    """Devices that had a rank, have none now, and may still have their state: in memory or in an arena file."""
-    absent = job.participants - set(active(job, cluster)) - set(_ready(job, cluster))
-    found = (cluster.members[key] for key in absent if key in cluster.members)
-    return frozenset(
-        one.info.device_id
-        for one in found
-        if one.health != Health.LEFT and (one.usable or not one.ended or one.info.keeps_memory)
-    )
-
-
-def _with_task(job: JobView, device_id: int, task: TaskView) -> JobView:
-    return replace(job, tasks={**job.tasks, device_id: task})
-
-
-def _without_task(job: JobView, device_id: int, incarnation: str) -> JobView:
-    """The job without this task."""
-    task = _task(job, device_id, incarnation)
-    if task is None:
-        return job
-    tasks = {key: one for key, one in job.tasks.items() if key != device_id}
-    return _reset_backoff(_not_leaving(replace(job, tasks=tasks), device_id))
-
-
-def _not_leaving(job: JobView, device_id: int) -> JobView:
-    if device_id not in job.leaving:
-        return job
-    return replace(job, leaving={key: until for key, until in job.leaving.items() if key != device_id})
-
-
-def _reset_backoff(job: JobView) -> JobView:
-    """Resets the backoff: after evidence or progress, the next rebuild does not wait."""
-    return replace(job, attempts=0) if job.attempts else job
-
-
-def _count_attempt(job: JobView, now: float) -> JobView:
-    return replace(job, attempts=job.attempts + 1, last_attempt=now)
-
-
-def _backoff_over(job: JobView, cluster: State, now: float) -> bool:
-    """Whether the pause since the last failed attempt is over."""
-    pause = min(cluster.config.lease_s * SETTLE * 2**job.attempts, MAX_BACKOFF_S)
-    return not job.attempts or now - job.last_attempt >= pause

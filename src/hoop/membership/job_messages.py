@@ -74,6 +74,26 @@ class TaskFinished:
 
 
 @dataclass(frozen=True)
+class FinalPartTaken:
+    """A device has a part of the final state, after ``steps`` steps; all ``parts`` parts with this ``turn`` are it."""
+
+    device_id: int
+    steps: int
+    turn: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class TaskHung:
+    """A member of this generation makes no progress and waits for nobody; ``text`` says where it is."""
+
+    device_id: int
+    incarnation: str
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True)
 class TaskLost:
     """A device's task is gone: its process ended or restarted, or the failure detector declared the device dead."""
 
@@ -136,6 +156,8 @@ JobMembershipEvent = (
     | TaskWaiting
     | TaskResumed
     | TaskFinished
+    | FinalPartTaken
+    | TaskHung
     | TaskLost
     | Assigned
     | AssignFailed
@@ -190,6 +212,14 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Expel:
+    """A member lives and hangs, as ``text`` says: the ranks go on without it, and its process is to end."""
+
+    device_id: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Readmit:
     """End the eviction of a device: the other ranks lack state that it may have."""
 
@@ -228,4 +258,4 @@ class End:
     text: str = ""
 
 
-JobInstruction = Assign | Move | Invite | Release | Refuse | Readmit | Await | AwaitMore | AwaitLoading | End
+JobInstruction = Assign | Move | Invite | Release | Refuse | Expel | Readmit | Await | AwaitMore | AwaitLoading | End

@@ -2,12 +2,15 @@
 
     crc32 of the JSON as eight hex digits, a space, the JSON, a newline
 
+In a file the first line is ``HEADER``, and the crc32 of each line goes on from that of the line before, so that no line
+can be dropped, repeated or moved. (In etcd the keys have numbers. Files of before, without a header, are read too.)
+
 An entry is appended and synced before the coordinator answers. Opening a journal rewrites it as one snapshot, so it
 does not grow from restart to restart. A journal is kept in a file (``FileJournal``) or in etcd
 (``servers.etcd_journal``). One process at a time has it open: a second one is refused, or waits (etcd).
 
-In a file, a torn last line, which has no newline (the coordinator died while it wrote), is cut off. Any other bad line
-is damage, and opening the journal fails.
+In a file, a torn last line, which has no newline (the coordinator died while it wrote), is cut off. Any other bad line,
+and a file without a whole line, is damage, and opening the journal fails.
 
 After a restart ``replay`` makes the state, with every device suspect until it sends a heartbeat. ``servers/jobs.py``
 (``Jobs.resume``) then finds the jobs and their tasks; devices rejoin by themselves (``servers/heartbeat.py``).
@@ -71,6 +74,7 @@ def communicator_entry(one: CommunicatorState) -> dict[str, object]:
         "finalized": one.finalized,
         "broken_by": one.broken_by,
         "reason": one.reason if one.broken_by else "",
+        "ran": one.ran,
     }
 
 
@@ -96,9 +100,27 @@ class Journal(Protocol):
         """Closes the journal; another coordinator may then open it."""
 
 
-def encode(entry: Entry) -> bytes:
+HEADER: Entry = {"kind": "journal", "version": 2}
+"""The first entry of a file whose lines are a chain."""
+
+
+def encode(entry: Entry, before: int = 0) -> bytes:
+    """The line of an entry. ``before``: the checksum of the line before, in a chain."""
     body = json.dumps(entry, separators=(",", ":"), sort_keys=True).encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
+    return b"%08x %s\n" % (zlib.crc32(body, before), body)
+
+
+def chained(entries: Iterable[Entry], before: int = 0) -> list[bytes]:
+    """The lines of entries that follow a line with the checksum ``before``; 0: the first are these."""
+    lines: list[bytes] = []
+    for entry in entries:
+        lines.append(encode(entry, before))
+        before = checksum_of(lines[-1])
+    return lines
+
+
+def checksum_of(line: bytes) -> int:
+    return int(line[:8], 16)
 
 
 def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = False) -> list[Entry]:
@@ -109,21 +131,27 @@ def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = Fa
     entries: list[Entry] = []
     lines = data.split(b"\n")
     tail = lines.pop()  # has no newline
-    if tail and (whole or _holds(tail[:-1])):  # an entry with another byte in place of its newline is not torn
-        lines.append(tail)
-    for number, line in enumerate(lines, start=1):
+    in_chain = lines[:1] == [encode(HEADER)[:-1]]
+    before = 0
+    for number, line in enumerate([*lines, tail], start=1):
+        is_tail = number > len(lines)
+        # A tail that holds, but for a byte in place of its newline, is not torn; nor is the only line of a file.
+        if is_tail and not (tail and (whole or not lines or _holds(tail[:-1], before))):
+            break
         try:
-            if not _holds(line):
-                raise ValueError("the checksum does not hold")
+            if not _holds(line, before):
+                moved = ", or lines before it were dropped, repeated or moved" if in_chain else ""
+                raise ValueError(f"the checksum does not hold: the line was changed{moved}")
             entries.append(parse_json(line[9:]))
         except ValueError as error:
             raise FailedPrecondition(f"journal {where}, line {number}: {error}; {remedy}") from None
-    return entries
+        before = checksum_of(line) if in_chain else 0
+    return entries[in_chain:]
 
 
-def _holds(line: bytes) -> bool:
+def _holds(line: bytes, before: int = 0) -> bool:
     """Whether a line, without its newline, is a checksum and what it was computed from."""
-    return line[:9] == b"%08x " % zlib.crc32(line[9:])
+    return line[:9] == b"%08x " % zlib.crc32(line[9:], before)
 
 
 def restore(
@@ -167,6 +195,7 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
                     printable(entry["reason"]),
                     entry["broken_by"],
                     entry["finalized"],
+                    bool(entry.get("ran", False)),
                 )
                 communicators[one.id] = one
                 last = max(last, one.id)
@@ -232,8 +261,10 @@ class FileJournal:
             data = path.read_bytes() if path.exists() else b""
             self.state = restore(decode(data, path), config, now, path)
             remove_partial_files(path.parent, path.name)
+            lines = chained([HEADER, *snapshot(self.state)])
+            self._checksum = checksum_of(lines[-1])
             with atomic_write(path, 0o600) as file:
-                file.writelines(encode(entry) for entry in snapshot(self.state))
+                file.writelines(lines)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except BaseException:
             self._lock.release()
@@ -241,7 +272,8 @@ class FileJournal:
 
     def append(self, *entries: Entry) -> None:
         """Writes entries and syncs them; on failure it truncates the file to its old length and raises."""
-        lines = b"".join(map(encode, entries))
+        new = chained(entries, self._checksum)
+        lines = b"".join(new)
         old_size = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, lines)
@@ -253,6 +285,7 @@ class FileJournal:
         if written != len(lines):
             os.ftruncate(self._descriptor, old_size)  # half a line would damage the next one
             raise ResourceExhausted(f"journal {self.path}: cannot write {len(lines)} bytes: {why}; make room")
+        self._checksum = checksum_of(new[-1]) if new else self._checksum
 
     def close(self) -> None:
         """Closes the file and releases its lock. May be called again."""

@@ -43,10 +43,16 @@ def on_link_failure_reported(state: State, event: m.LinkFailureReported) -> m.Re
 
 
 def on_link_worked(state: State, communicator_id: int, generation: int) -> m.Result:
+    """The members of a generation have reached each other. The journal records it for a restarted coordinator."""
+    record: tuple[m.MembershipInstruction, ...] = ()
+    communicator = state.communicators.get(communicator_id)
+    if communicator is not None and communicator.generation == generation and not communicator.ran:
+        communicator = replace(communicator, ran=True)
+        state, record = state.with_communicator(communicator), (communicator_record(communicator),)
     faults = state.link_faults.get(communicator_id)
     if faults is None or generation <= faults.working_generation:
-        return state, ()
-    return state.with_link_faults(communicator_id, replace(faults, working_generation=generation)), ()
+        return state, record
+    return state.with_link_faults(communicator_id, replace(faults, working_generation=generation)), record
 
 
 def decide_link_faults(state: State, now: float) -> m.Result:

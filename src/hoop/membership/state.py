@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hoop.errors import NotFound
 from hoop.membership.fast_replace import replace
-from hoop.membership.heartbeats import DetectorConfig, HeartbeatHistory
+from hoop.membership.heartbeats import PUNCTUAL, DetectorConfig, HeartbeatHistory, ObserverHealth
 from hoop.topology import DeviceInfo
 
 MAX_RELINKS = 3
@@ -71,7 +71,7 @@ class Health(StrEnum):
     """A device's health.
 
     alive ──▶ suspect ──▶ dead        suspect: a link or a call failed, and the coordinator probes it
-      ▲──────────┘          │         dead: silent, refusing connections, or failing calls
+      ▲──────────┘          │         dead: its process has ended, is silent and not seen to run, or fails all calls
       ▲─────────────────────┘         it may join again, as a new incarnation or after a stall
     left: it left on purpose
     """
@@ -131,6 +131,8 @@ class CommunicatorState:
     broken_by: int = 0
     """Id of the lost device that broke this generation; 0: none. A broken communicator must be rebuilt."""
     finalized: bool = False
+    ran: bool = False
+    """True if its members have run steps together at this generation: no other device has newer state of their job."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class State:
     jobs: Mapping[int, JobState] = field(default_factory=dict)
     next_communicator: int = 1
     last_tick: float = 0.0
+    observer: ObserverHealth = PUNCTUAL
+    """How late the coordinator's own ticks were lately."""
     link_faults: Mapping[int, LinkFaults] = field(default_factory=dict)
     """Link faults of each communicator. The journal does not store them: a device that cannot reach a peer reports it
     again."""

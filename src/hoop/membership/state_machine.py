@@ -8,7 +8,7 @@ probe a device, abort the operations of a communicator. An event that is not all
     Joined                                      a member is added, or comes back; a restart breaks its communicators
     Heartbeat                                   renews the lease; a suspect is alive again
     CallReported, LinkClosed                    a failed call or a closed stream makes a device suspect: it is probed
-    Probed                                      a refused connection makes a suspect dead
+    Probed                                      a process that has ended makes a device dead; one that runs gives time
     Left                                        the device is gone; its communicators are broken
     Drained                                     the device gets no new work, or does again
     HeartbeatSuspended                          silence of these devices does not count until a given time

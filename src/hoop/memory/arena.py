@@ -168,6 +168,8 @@ class Arena:
         self._file = file
         self._geometry = geometry
         self._lock = threading.RLock()
+        self.grows = False
+        """Whether memory is reserved when a buffer is allocated; else all of it was reserved at the beginning."""
         mapping = file.map(geometry.file_size)
         header = BufferTable(mapping, geometry, self._subject)
         if blank:
@@ -186,11 +188,16 @@ class Arena:
         min_address: int = MIN_ADDRESS,
         *,
         table_size: int = TABLE_SIZE,
+        grows: bool = False,
     ) -> Arena:
-        """Create an arena of ``capacity`` bytes, owned by this process. The file must not exist yet."""
+        """Create an arena of ``capacity`` bytes, owned by this process. The file must not exist yet.
+
+        ``grows``: memory is reserved for each buffer when it is allocated, not for all bytes now; what is written
+        outside of buffers may end the process if there is no memory.
+        """
         geometry = Geometry(capacity, min_address, table_size).check(f"arena {path}")
         file = BackingFile(Path(path), create="always", exclusive=True)
-        return cls._format(file, geometry)
+        return cls._format(file, geometry, grows)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Arena:
@@ -228,12 +235,17 @@ class Arena:
         return cls._load(BackingFile(Path(path), create="never", exclusive=False))
 
     @classmethod
-    def _format(cls, file: BackingFile, geometry: Geometry) -> Arena:
+    def _format(cls, file: BackingFile, geometry: Geometry, grows: bool = False) -> Arena:
         with ExitStack() as undo:
             undo.callback(file.close)
             undo.callback(file.unlink)
-            file.reserve(geometry.file_size)
+            if grows:
+                file.reserve_later(geometry.file_size)
+                file.reserve_part(0, geometry.data_offset)
+            else:
+                file.reserve(geometry.file_size)
             arena = cls(file, geometry, blank=True)
+            arena.grows = grows
             undo.pop_all()
         return arena
 
@@ -275,7 +287,7 @@ class Arena:
 
     def check(self, address: int, size: int, align: int = 1) -> int:
         """File offset of ``[address, address + size)``; raises OutOfRange unless the arena contains it."""
-        return self._geometry.locate(address, size, align, self._subject)
+        return self._geometry.locate(address, size, align, "arena")  # callers from elsewhere learn no path
 
     def view(self, address: int, size: int) -> memoryview:
         """A writable view of ``size`` bytes at ``address``, without a copy."""
@@ -328,6 +340,8 @@ class Arena:
                 return self._reuse(self._allocator.find(name), size, alignment)
             span = self._allocator.allocate(name, size, alignment)
             try:
+                if self.grows:
+                    self._file.reserve_part(self._geometry.data_offset + span.offset, max(1, span.size))
                 header.save(self._allocator.spans())
             except BaseException:
                 self._allocator.free(name)

@@ -214,6 +214,31 @@ class BackingFile:
                 "use a smaller capacity or another directory"
             ) from error
 
+    def reserve_later(self, size: int) -> None:
+        """Make the file ``size`` zero bytes long, without disk space: ``reserve_part`` allocates it."""
+        fd = self._file.fileno()
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, size)
+        except (OSError, OverflowError) as error:
+            raise FailedPrecondition(
+                f"arena {self.path}: cannot be {format_size(size)} ({size} bytes) long: {error}; use a smaller "
+                "capacity or another directory"
+            ) from error
+
+    def reserve_part(self, start: int, size: int) -> None:
+        """Allocate disk space for a part of the file, where it has none yet; raises OutOfMemory."""
+        try:
+            _reserve(self._file.fileno(), size, start)
+        except OSError as error:
+            available = free_space(self.path.parent)
+            raise OutOfMemory(
+                f"arena {self.path}: it cannot grow by {format_size(size)} ({size} bytes): {error}; "
+                f"{self.path.parent} has {'an unknown size' if available is None else format_size(available)} free; "
+                "use fewer devices, or end other programs"
+            ) from error
+
     def map(self, size: int) -> mmap.mmap:
         """Map the first ``size`` bytes as shared memory. The mapping lives as long as its last reference."""
         try:
@@ -349,16 +374,17 @@ def default_directory(needed_bytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _reserve(fd: int, size: int) -> None:
+def _reserve(fd: int, size: int, start: int = 0) -> None:
     if hasattr(os, "posix_fallocate"):  # not on macOS
         try:
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, start, size)
         except OSError as error:
             if error.errno not in _FALLOCATE_UNSUPPORTED:
                 raise
         else:
             return
-    os.ftruncate(fd, size)
+    if os.fstat(fd).st_size < start + size:
+        os.ftruncate(fd, start + size)
 
 
 def _whole_file(kind: int) -> bytes:

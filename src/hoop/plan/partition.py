@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.texts import counted
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ def partition_at(blocks: Sequence[Block], devices: Sequence[StageDevice], cuts: 
     _check(blocks, devices)
     bounds = [0, *cuts, len(blocks)]
     if len(cuts) != len(devices) - 1:
-        raise InvalidArgument(f"cuts: {list(cuts)} makes {len(cuts) + 1} stages; there are {len(devices)} devices")
+        raise InvalidArgument(
+            f"cuts: {list(cuts)} makes {counted(len(cuts) + 1, 'stage')}; there are {counted(len(devices), 'device')}"
+        )
     if any(low >= high for low, high in itertools.pairwise(bounds)):
         raise InvalidArgument(f"cuts: {list(cuts)} must go up within 1..{len(blocks) - 1}, one block a stage at least")
     stages = [
@@ -134,7 +137,7 @@ def _check(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> None:
         raise InvalidArgument("devices: none; there is at least one stage")
     if len(blocks) < len(devices):
         raise InvalidArgument(
-            f"stages: {len(devices)} are more than the model's {len(blocks)} blocks; "
+            f"stages: {len(devices)} are more than the model's {counted(len(blocks), 'block')}; "
             "use fewer devices or slices, or cut the model finer"
         )
     for device in devices:
@@ -264,7 +267,7 @@ def _does_not_fit(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> st
     assert fastest is not None, "without limits every cut fits"
     problems = "; ".join(over_capacity(fastest))
     if len(devices) == 1:
-        return f"memory: {problems}, in one stage of {len(blocks)} blocks"
+        return f"memory: {problems}, in one stage of {counted(len(blocks), 'block')}"
     if not any(device.memory is None for device in devices):
         largest = max(devices, key=lambda device: device.memory or 0)
         block = max(blocks, key=lambda block: required_bytes([block], largest))
@@ -272,4 +275,5 @@ def _does_not_fit(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> st
             f"; the largest block, {block.name}, needs {format_size(required_bytes([block], largest))} and "
             f"{largest.name} has {format_size(largest.memory or 0)}"
         )
-    return f"memory: no cut of {len(blocks)} blocks into {len(devices)} stages fits; with the fastest {problems}"
+    cut = f"{counted(len(blocks), 'block')} into {counted(len(devices), 'stage')}"
+    return f"memory: no cut of {cut} fits; with the fastest {problems}"

@@ -1,4 +1,4 @@
-"""Output: metrics, TensorBoard, traces, charts, tables and pages.
+"""Output: the view of a run, its summary, metrics, TensorBoard, traces, charts, tables and pages.
 
 This package does not depend on the source of the figures.
 
@@ -10,8 +10,10 @@ PUBLIC = (
     "metrics",
     "page",
     "page_files",
+    "progress_view",
     "run_events",
     "run_report",
+    "run_summary",
     "spans",
     "strict_json",
     "tables",

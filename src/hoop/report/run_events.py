@@ -32,6 +32,7 @@ LOGGED = (
     ev.StateLoaded,
     ev.FaultInjected,
     ev.Damaged,
+    ev.Hung,
     ev.Left,
     ev.Failed,
     ev.DeviceLost,

@@ -18,6 +18,7 @@ from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
 from hoop import job_events as ev
+from hoop.config import format_size
 from hoop.errors import FailedPrecondition, NotFound
 from hoop.files import write_text
 from hoop.report import strict_json
@@ -43,7 +44,7 @@ from hoop.report.run_events import LoggedEvent, read_run_events
 from hoop.report.spans import COMPUTE, Span, by_track, kind_of, shares, window
 from hoop.report.tables import Column, Table
 from hoop.report.trace import read_spans
-from hoop.texts import printable_json
+from hoop.texts import counted, printable_json
 
 CONFIG, METRICS, LEDGER, RESULT, TRACE = "config.json", "metrics.jsonl", "ledger.jsonl", "result.json", "trace.json"
 NAME = "report.html"
@@ -180,7 +181,7 @@ def _marks_of_event(one: LoggedEvent, seconds: float) -> Iterator[Mark]:
             yield Mark(MarkKind.LOST, done, seconds, _named(f"device {event.device}", event.text))
         case ev.Recovered() | ev.Resized():
             kind = MarkKind.RECOVERED if isinstance(event, ev.Recovered) else MarkKind.RESIZED
-            text = f"{event.text} ({event.ranks} ranks, generation {event.generation})"
+            text = f"{event.text} ({counted(event.ranks, 'rank')}, generation {event.generation})"
             yield Mark(kind, int(event.step), seconds, text, float(event.pause_s), _repeated(event.missing))
         case ev.StateLoaded():
             yield Mark(
@@ -192,8 +193,10 @@ def _marks_of_event(one: LoggedEvent, seconds: float) -> Iterator[Mark]:
             text = f"rank {event.straggler}: a shard takes {event.times:.1f} times longer there"
             yield Mark(MarkKind.STRAGGLER, int(event.step), seconds, text)
         case ev.CheckpointWritten():
-            text = f"{Path(event.file).name}, {event.bytes:,} bytes"
+            text = f"{Path(event.file).name}, {format_size(event.bytes)}"
             yield Mark(MarkKind.CHECKPOINT, int(event.steps), seconds, text)
+        case ev.Hung():
+            yield Mark(MarkKind.WARNING, done, seconds, event.text)
         case ev.Failed() | ev.Refused() | ev.WaitingForRestart() | ev.Damaged() | ev.RoundingDiffers() | ev.Warned():
             yield Mark(MarkKind.WARNING, done, seconds, event.text)
         case ev.CoordinatorLost() | ev.CoordinatorBack():
@@ -312,7 +315,7 @@ def _charts(files: RunFiles, marks: Sequence[Mark]) -> list[_Charts]:
         text = "The traced steps, by device. Waiting within a message or a sum counts as communication."
         split.append((time_split(traced, _used_kinds(traced)), text))
         devices = list(by_track(files.spans))
-        text = f"{len(devices)} devices, instruction by instruction; drag to zoom, hover tells more."
+        text = f"{counted(len(devices), 'device')}, instruction by instruction; drag to zoom, hover tells more."
         if len(files.spans) > MAX_SPANS:
             text += f" The first {MAX_SPANS:,} of {len(files.spans):,} instructions; {TRACE} has all (Perfetto)."
         lines = [(timeline(files.spans, devices, _few_steps_ms(files.spans, len(devices))), text)]
@@ -367,7 +370,7 @@ def _summary(files: RunFiles, marks: Sequence[Mark]) -> dict[str, str]:
         ("Training time", "seconds", duration),
         ("Samples a second", "samples_per_second", "{:,.0f}".format),
         ("Idle", "idle_fraction", "{:.1%}".format),
-        ("Bytes sent", "bytes_sent", "{:,}".format),
+        ("Sent between devices", "bytes_sent", lambda value: format_size(int(value))),
     ):
         if isinstance(value := result.get(key), int | float):
             facts[label] = form(value)

@@ -10,6 +10,7 @@ PUBLIC = (
     "calibration_run",
     "callbacks",
     "checkpoint_store",
+    "clean_process",
     "device_count",
     "doctor",
     "export",
@@ -21,6 +22,5 @@ PUBLIC = (
     "run_recorder",
     "simulation_report",
     "training",
-    "user_data",
 )
 """Modules that other rooms may import."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,10 +19,12 @@ from hoop.config import parse_size
 from hoop.engine.user_code import attribute_exceptions
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.replication import check_replicas
+from hoop.report.progress_view import ProgressView, QuietView
 from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
 from hoop.runs.device_count import DEFAULT_DEVICES, default_device_count
 from hoop.runs.result import Result
-from hoop.runs.training import DEFAULT_MEMORY, Launch, Training, check_restarts
+from hoop.runs.training import Launch, Training, check_restarts
+from hoop.texts import counted
 from hoop.topology import Addresses, DeviceRange
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.launch.ray_cluster import Ray
+    from hoop.runs.clean_process import CleanProcess
     from hoop.runs.job_objects import JobParts
     from hoop.wire.auth import Credentials
 
@@ -60,7 +64,7 @@ class _RunTarget:
 
     @property
     def is_here(self) -> bool:
-        """The devices are forked from this process."""
+        """The devices are processes of this machine, for this run alone."""
         return self.ray is None and self.coordinator is None
 
 
@@ -148,7 +152,7 @@ def _find_job(
     target: _RunTarget,
 ) -> tuple[Job, str]:
     """Returns the job of a model, or the one that is given or named, and the name by which devices find it."""
-    from hoop.engine.job import INHERITED, Job, find_job
+    from hoop.engine.job import GIVEN, Job, find_job
     from hoop.engine.recipes import RECIPES
     from hoop.runs.job_objects import job_from
 
@@ -167,15 +171,14 @@ def _find_job(
         )
     if isinstance(model, str):
         return find_job(model, RECIPES), model
-    name = f"inherited:{len(INHERITED)}"
     if isinstance(model, Job):
-        return model, name
+        return model, GIVEN
     job = job_from(model, data, parts)
     _check_loader(job.settings, settings)
-    return job, name
+    return job, GIVEN
 
 
-def _try_job(job: Job, settings: Settings, target: _RunTarget, named: bool) -> Job:
+def _try_job(job: Job, settings: Settings, devices: int, named: bool, clean: CleanProcess | None) -> Job:
     """Returns the job with what trial calls have found out about its loss. Raises if it cannot be trained.
 
     ``named``: devices load it by its name, so this process makes no model of it.
@@ -186,26 +189,31 @@ def _try_job(job: Job, settings: Settings, target: _RunTarget, named: bool) -> J
     from hoop.engine.loss_trial import compilation_disabled
     from hoop.engine.step_schedule import StepSchedule
     from hoop.engine.trainer import check_faults
-    from hoop.launch.forked import call_in_child
-    from hoop.runs.job_lookup import preload
 
-    loaded = job.data()  # before the fork: devices share what is loaded now
+    loaded = job.data()
     samples = len(loaded.train)
-    # Devices compile for themselves: compiling here would start threads, which are not there after a fork.
+    # Devices compile for themselves.
     with attribute_exceptions("calling the model and the loss before the first step"), compilation_disabled():
-        model = None if named else build_model(job, settings.seed)
+        model = None if named else _in_host_memory(build_model(job, settings.seed))
         job = with_criterion(job, loaded.train, settings.seed, model)
     if model is not None and isinstance(job.loss, CustomLoss):
-        trial = partial(_try_optimizer, job, settings, model, samples)
-        preload(optimizer=True)
-        call_in_child(trial, settings.timeout_s) if target.is_here else trial()
+        if clean is not None:
+            clean.import_optimizers()
+        _try_optimizer(job, settings, model, samples)
     StepSchedule(settings, samples)  # raises if there is no step
-    check_faults(settings, target.first, samples)
+    check_faults(settings, devices, samples)
     return job
 
 
+def _in_host_memory(model: nn.Module) -> nn.Module:
+    """The model, or a copy of one that is on a GPU: the data is in host memory, and devices place both."""
+    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    return copy.deepcopy(model).cpu()
+
+
 def _make_launch(
-    settings: Settings, target: _RunTarget, memory: int | str, folder: Path | None, resume: bool
+    settings: Settings, target: _RunTarget, memory: int | str | None, folder: Path | None, resume: bool
 ) -> Launch:
     """Returns where and with what the job runs; with ``resume``, from the newest checkpoint in the folder."""
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
@@ -217,7 +225,7 @@ def _make_launch(
     launch = Launch(
         settings,
         target.first,
-        parse_size(memory, "memory"),
+        None if memory is None else parse_size(memory, "memory"),
         folder,
         coordinator=target.coordinator,
         credentials=target.credentials,
@@ -239,12 +247,13 @@ def train(
     token: str | None = None,
     tls: str | os.PathLike[str] | None = None,
     strategy: str | StrategyLike = "data",
-    memory: int | str = DEFAULT_MEMORY,
+    memory: int | str | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     max_restarts: int | None = None,
     callbacks: Sequence[Callback] | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
+    quiet: bool = False,
     loss: str | Callable[..., Any] = "cross_entropy",
     reduction: str | None = None,
     optimizer: str | Callable[[Any], Any] | None = None,
@@ -269,9 +278,9 @@ def train(
 
     ``loss`` is ``cross_entropy``, ``mse``, a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``, or a
     function of (model, batch). It trains as it does in PyTorch on the whole batch: a mean as the mean, a sum as the
-    sum, a value a sample as their mean, (sum, count) as their quotient over the batch. Hoop finds out which of them it
-    is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it. It may return a dict with ``loss`` and
-    further metrics.
+    sum, a value a sample as their mean, (sum, count) as their quotient over the batch. What a scalar is the mean or the
+    sum of is known by the type of the loss, read from its graph, or stated by ``reduction`` (``mean`` or ``sum`` over
+    the samples, or ``none``); else it is refused. It may return a dict with ``loss`` and further metrics.
 
     ``optimizer`` is a name (with the settings lr, momentum, weight_decay …), or a function of the parameters, or of the
     ``parameter_groups``, that returns any ``torch.optim.Optimizer``; ``lr_scheduler`` is a function of the optimizer,
@@ -283,9 +292,12 @@ def train(
     job by name, so ``model`` is one, for example ``"my_job.py:job"``. ``on=hoop.Ray(devices=8)`` trains on actors of a
     Ray cluster.
 
+    ``memory`` is that of each device, in bytes or as ``"2GiB"``; without it a device takes what the job needs.
+
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
     there. If all devices of this machine are lost, they are started again from a newer checkpoint in ``out``, at most
     ``max_restarts`` times (3); what started the devices of a cluster restarts them, so it is refused with ``on``.
+    Progress, losses and recoveries are shown on standard error, or in the notebook's cell, unless ``quiet``.
     ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event as a dict. ``settings``
     are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, patience …
 
@@ -294,9 +306,11 @@ def train(
     """
     if untested := torch_versions.check_version(torch_versions.installed_version()):
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
-    from hoop.engine.job import INHERITED, build_model
+    from hoop.data.user_data import TrainAndTest
+    from hoop.engine.job import build_model
+    from hoop.runs.by_value import encode
+    from hoop.runs.clean_process import CleanProcess
     from hoop.runs.job_objects import JobParts, averages, load_into
-    from hoop.runs.user_data import TrainAndTest
 
     if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
         settings["optimizer"], optimizer = optimizer, None
@@ -317,31 +331,49 @@ def train(
         collate_fn=collate_fn,
         num_workers=num_workers,
     )
-    job, name = _find_job(model, data if test_data is None else TrainAndTest(data, test_data), parts, settings, target)
-    _check_effective(job, settings)
-    limit = {"max_devices": target.devices.most} if target.devices is not None and target.devices.most else {}
-    wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
-    if target.is_here and target.devices is None:
-        target = replace(target, devices=DeviceRange(default_device_count(wanted).devices))
-    check_replicas(wanted.replicas, target.first)
-    named = isinstance(model, str)
-    job = _try_job(job, wanted, target, named)
-    launch = replace(_make_launch(wanted, target, memory, folder, resume), max_restarts=max_restarts)
-    if not named:
-        INHERITED.append(job)
-        launch = replace(launch, job=job if target.ray is not None else None)
-    if target.coordinator is not None and devices is None:
-        launch = replace(launch, devices=None)  # all that are there
-    with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
+    with contextlib.ExitStack() as ends:
+        # It imports what devices need while this process checks the job.
+        clean = ends.enter_context(contextlib.closing(CleanProcess.execute())) if target.is_here else None
+        whole = data if test_data is None else TrainAndTest(data, test_data)
+        job, name = _find_job(model, whole, parts, settings, target)
+        _check_effective(job, settings)
+        limit = {"max_devices": target.devices.most} if target.devices is not None and target.devices.most else {}
+        wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
+        if target.is_here and target.devices is None:
+            target = replace(target, devices=DeviceRange(default_device_count(wanted).devices))
+        check_replicas(wanted.replicas, target.first)
+        job = _try_job(job, wanted, target.first, isinstance(model, str), clean)
+        launch = replace(_make_launch(wanted, target, memory, folder, resume), max_restarts=max_restarts)
+        if not isinstance(model, str):
+            launch = replace(launch, job=encode(job))
+        if target.coordinator is not None and devices is None:
+            launch = replace(launch, devices=None)  # all that are there
+        scratch = ends.enter_context(tempfile.TemporaryDirectory(prefix="hoop-"))
         weights = Path(scratch) / "weights.safetensors"
-        summary: dict[str, Any] = {}
-        training = Training(launch, save=weights)
-        caller = CallbackCaller(called, RunControl(training.stop, json.loads(wanted.to_json())))
-        with caller.reporting_failure():
-            for observed in training.events():
-                if progress is not None:
-                    progress(observed.to_fields())
-                caller.on_observed(observed)
-                if isinstance(observed.event, ev.Finished):
-                    summary = observed.event.result
+        view = ends.enter_context(QuietView() if quiet else ProgressView())
+        if launch.devices is not None:
+            view.say(f"starting {counted(launch.devices, 'device')} …")
+        summary = _follow(Training(launch, weights, clean), view, called, progress, wanted)
         return Result(summary, load_into(build_model(job, wanted.seed), weights), averages(weights))
+
+
+def _follow(
+    training: Training,
+    view: QuietView,
+    callbacks: Sequence[Callback],
+    progress: Callable[[dict[str, Any]], None] | None,
+    settings: Settings,
+) -> dict[str, Any]:
+    """Runs the training, shows it and calls the callbacks; returns its result."""
+    summary: dict[str, Any] = {}
+    caller = CallbackCaller(callbacks, RunControl(training.stop, json.loads(settings.to_json())))
+    with caller.reporting_failure():
+        for observed in training.events():
+            view.show(observed.event)
+            if progress is not None:
+                progress(observed.to_fields())
+            caller.on_observed(observed)
+            if isinstance(observed.event, ev.Finished):
+                summary = observed.event.result
+                view.finish(summary)
+    return summary

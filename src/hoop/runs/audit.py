@@ -4,7 +4,7 @@
     ledger         which device computed which samples of each step
     checkpoints    each stores the hash of its step
 
-The audit stops at the first violation and names it.
+The audit stops at the first violation and names it. It imports no PyTorch, which would take longer than the audit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.stage.provenance import sample_fingerprint
 from hoop.errors import FailedPrecondition, HoopError, NotFound
-from hoop.runs.checkpoint_store import listed, read
+from hoop.runs.checkpoint_store import listed, read_metadata
 from hoop.runs.ledger import NAME, LedgerLine, hashes, lines
 
 _SAME = ("seed", "samples", "batch_size", "data")
@@ -38,7 +38,9 @@ class Audit:
     samples: int = 0
     """Number of samples of an epoch."""
     shards: dict[int, int] = field(default_factory=dict)
-    """Number of shards that each device computed."""
+    """Number of shards that each device computed; where the model is cut into stages, the last device of each."""
+    strategy: str = ""
+    """Strategy with which the run began or resumed last; empty in a ledger that does not say it."""
     resumed: list[int] = field(default_factory=list)
     """Numbers of steps after which the run resumed."""
     repeated: int = 0
@@ -76,7 +78,7 @@ def audit(out: Path) -> Audit:
 
 def _checkpoints(out: Path, after: Mapping[str, int], found: Audit) -> None:
     for path in listed(out):
-        metadata = read(path)[1]
+        metadata = read_metadata(path)
         named, steps = str(metadata.get("ledger")), metadata["steps"]
         if after.get(named) != steps:
             of = f"step {after[named]}" if named in after else "no step"
@@ -139,6 +141,7 @@ class _History:
             found.resumed.append(step)
             found.repeated += found.steps - step
         self._about = dict(entry)
+        found.strategy = str(entry.get("strategy", ""))
         self._order = SampleOrder(entry["seed"], entry["samples"])
         found.samples = self._order.length
         self._by = {one: by for one, by in self._by.items() if one <= step}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,10 @@ class RunControl:
 
 
 class Callback:
-    """Base class: override the methods that you need. ``run`` can stop the run."""
+    """Base class: override the methods that you need. ``run`` can stop the run. An exception of a method ends it."""
+
+    only_observes = False
+    """True for loggers: an exception of a method is a warning, and the callback is not called any more."""
 
     def on_start(self, run: RunControl, steps: int, parameters: int) -> None:
         """Training begins: ``steps`` in all, a model of ``parameters``."""
@@ -87,25 +91,43 @@ class CallbackCaller:
     """Calls the methods of callbacks for the events of a run."""
 
     def __init__(self, callbacks: Sequence[Callback], run: RunControl) -> None:
-        self._callbacks, self._run = callbacks, run
+        self._callbacks, self._run = list(callbacks), run
 
     def on_observed(self, observed: Observed) -> None:
-        event = observed.event
-        for one in self._callbacks:
-            match event:
-                case ev.Started():
-                    one.on_start(self._run, event.steps, event.parameters)
-                case ev.Steps():
-                    for index, loss in enumerate(event.loss):
-                        metrics = {name: each[index] for name, each in event.metrics.items()}
-                        one.on_step(self._run, event.first + index + 1, loss, metrics | {"learning_rate": event.rate})
-                case ev.Evaluated():
-                    one.on_evaluate(self._run, event.steps, event.loss, event.accuracy, event.metrics, event.best)
-                case ev.CheckpointWritten():
-                    one.on_checkpoint(self._run, event.steps, event.file)
-                case ev.Finished():
-                    one.on_end(self._run, event.result)
-            one.on_event(self._run, observed.to_fields())
+        for callback in list(self._callbacks):
+            with self._dropping(callback):
+                self._deliver(callback, observed)
+
+    def _deliver(self, callback: Callback, observed: Observed) -> None:
+        match event := observed.event:
+            case ev.Started():
+                callback.on_start(self._run, event.steps, event.parameters)
+            case ev.Steps():
+                for index, loss in enumerate(event.loss):
+                    metrics = {name: each[index] for name, each in event.metrics.items()}
+                    callback.on_step(self._run, event.first + index + 1, loss, metrics | {"learning_rate": event.rate})
+            case ev.Evaluated():
+                callback.on_evaluate(self._run, event.steps, event.loss, event.accuracy, event.metrics, event.best)
+            case ev.CheckpointWritten():
+                callback.on_checkpoint(self._run, event.steps, event.file)
+            case ev.Finished():
+                callback.on_end(self._run, event.result)
+        callback.on_event(self._run, observed.to_fields())
+
+    @contextlib.contextmanager
+    def _dropping(self, callback: Callback) -> Iterator[None]:
+        """Raises an error of the block, or drops the callback with a warning if the callback only observes."""
+        try:
+            yield
+        except Exception as error:
+            if not callback.only_observes:
+                raise
+            self._callbacks.remove(callback)
+            warnings.warn(
+                f"{type(callback).__name__} failed, and is not called any more; training goes on: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=4,
+            )
 
     @contextlib.contextmanager
     def reporting_failure(self) -> Iterator[None]:
@@ -113,13 +135,16 @@ class CallbackCaller:
         try:
             yield
         except BaseException as exception:
-            for one in self._callbacks:
-                one.on_exception(self._run, exception)
+            for callback in list(self._callbacks):
+                with self._dropping(callback):
+                    callback.on_exception(self._run, exception)
             raise
 
 
 class _MetricLogger(Callback):
     """Logs losses and metrics by tag, value and step."""
+
+    only_observes = True
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
@@ -188,6 +213,8 @@ class OpenTelemetryLogger(Callback):
     checkpoints; lost devices, evaluations and warnings are events of it. The span of a run that fails has the status
     ``ERROR`` and the exception.
     """
+
+    only_observes = True
 
     def __init__(self, tracer: Any) -> None:
         self._trace = importlib.import_module("opentelemetry.trace")

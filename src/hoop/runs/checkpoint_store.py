@@ -5,7 +5,7 @@
 
 Training never waits for the disk. If the disk is slower than the steps, a newer snapshot replaces the one that waits,
 with a warning. A full disk costs that checkpoint: older ones stay, and the next one is tried. Reading finds the newest
-checkpoint whose checksum holds, and names the damaged ones.
+checkpoint whose checksum holds, and names the damaged ones. PyTorch is imported only where tensors are read or written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from hoop.engine.fault_tolerance.checkpoint_format import deserialize, serialized_parts
+from hoop.engine.fault_tolerance.checkpoint_header import verified_metadata
 from hoop.errors import FailedPrecondition, HoopError
 from hoop.files import link_file, write_parts
 from hoop.job_events import CheckpointWritten, JobEvent, Warned
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOLDER = "checkpoints"
 BEST = "best.safetensors"
@@ -66,17 +67,32 @@ def listed(out: Path) -> list[Path]:
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and metadata; FailedPrecondition, with the file's name, if it is damaged or misnamed."""
+    from hoop.engine.fault_tolerance.checkpoint_format import deserialize
+
+    tensors, metadata = deserialize(_bytes_of(path), path)
+    return tensors, _of_its_name(path, metadata)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The metadata, after all bytes were compared with their checksums; raises what ``read`` raises."""
+    return _of_its_name(path, verified_metadata(_bytes_of(path), path))
+
+
+def _bytes_of(path: Path) -> bytearray:
     try:
         data = bytearray(path.stat().st_size)
         with path.open("rb") as file:
             del data[file.readinto(data) :]
     except OSError as error:
         raise FailedPrecondition(f"{path}: cannot be read: {error.strerror}") from None
-    tensors, metadata = deserialize(data, path)
+    return data
+
+
+def _of_its_name(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     step, steps = step_of(path), metadata.get("steps")
     if step >= 0 and steps != step:
         raise FailedPrecondition(f"{path}: it is of step {steps}, not of the step that its name says")
-    return tensors, metadata
+    return metadata
 
 
 def newest_checkpoint(out: Path) -> FoundCheckpoint:
@@ -200,6 +216,8 @@ class CheckpointWriter:
                 self._events.put(event)
 
     def _store(self, one: Snapshot) -> Iterator[JobEvent]:
+        from hoop.engine.fault_tolerance.checkpoint_format import serialized_parts
+
         path, started = self._folder / name_of(one.step), time.perf_counter()
         try:
             one.before()

@@ -31,6 +31,7 @@ from hoop.job_events import Observed, WaitingForDevice
 from hoop.launch.mps import count_gpus
 from hoop.resources import Request, admit, available_cores, largest_number
 from hoop.strategies.catalog import parse
+from hoop.texts import counted
 
 if TYPE_CHECKING:
     from hoop.engine.settings import Settings
@@ -106,15 +107,16 @@ def check_range(devices: int | None, settings: Settings) -> str:
         )
     if devices is not None and settings.min_devices > devices:
         raise InvalidArgument(
-            f"min_devices (--min): {settings.min_devices} is more than the {devices} devices that the job begins with "
-            "(--devices)"
+            f"min_devices (--min): {settings.min_devices} is more than the {counted(devices, 'device')} that the job "
+            "begins with (--devices)"
         )
     shards = settings.num_microbatches
     if settings.max_devices <= max(shards, devices or 0) or not parse(settings.strategy).replicated:
         return ""
     return (
-        f"devices: up to {settings.max_devices} may take part, and a batch has {shards} shards: at most {shards} "
-        f"devices have work at a time. --shards {settings.max_devices} gives all of them work, and another result"
+        f"devices: up to {settings.max_devices} may take part, and a batch has {counted(shards, 'shard')}: at most "
+        f"{counted(shards, 'device')} have work at a time. --shards {settings.max_devices} gives all of them "
+        "work, and another result"
     )
 
 
@@ -133,7 +135,7 @@ def wait_for_devices(
             return
         waited = time.monotonic() - began
         if stopping():
-            raise PeerLost(f"stopped while it waited for {count} devices; {alive} are there")
+            raise PeerLost(f"stopped while it waited for {counted(count, 'device')}; {alive} are there")
         start = f"start more with: hoop device --join {cluster.address}"
         if waited >= timeout_s:
             raise DeadlineExceeded(
@@ -142,6 +144,8 @@ def wait_for_devices(
             )
         if alive != said:
             said = alive
-            yield Observed(WaitingForDevice([], waited, f"waits for {count} devices, {alive} are there; {start}"))
+            yield Observed(
+                WaitingForDevice([], waited, f"waits for {counted(count, 'device')}, {alive} are there; {start}")
+            )
         with contextlib.suppress(DeadlineExceeded):
             cluster.wait_for_devices(max(count, len(there) + 1), min(LOOK_S, timeout_s - waited))

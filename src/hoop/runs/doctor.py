@@ -37,7 +37,7 @@ from hoop.resources import (
     can_listen,
     measure_resources,
 )
-from hoop.texts import parse_json, printable
+from hoop.texts import counted, parse_json, printable
 from hoop.topology import Address, Addresses, PortRange
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -146,7 +146,8 @@ def _check_memory(options: MachineOptions, resources: Resources) -> Iterator[Che
     footprint: Footprint = TRAINING if not options.memory else Request(1, 0).footprint
     request = Request(options.devices, options.memory, footprint, options=("--devices", "--memory"))
     available = "unknown" if resources.memory is None else format_size(resources.memory)
-    what = f"{options.devices} devices" + (f" of {format_size(options.memory)}" if options.memory else " that run")
+    size = f"of {format_size(options.memory)}" if options.memory else "that run"
+    what = f"{counted(options.devices, 'device')} {size}"
     error = admission_error(request, resources)
     yield Check(
         "memory",
@@ -246,7 +247,7 @@ def examine_cluster(address: Addresses, credentials: Credentials, job: str, say:
             ahead, error = status.time - wall_clock(), time.monotonic() - began
             checks = [Check("coordinator", Verdict.OK, f"{status.address}, Hoop {status.hoop_version}")]
             checks += _check_client(status, ahead, error)
-            say(f"asking the hosts of {len(status.devices)} devices …")
+            say(f"asking the hosts of {counted(len(status.devices), 'device')} …")
             checks += [*_check_devices(cluster, status), *_check_hosts(cluster.examine_hosts(job))]
     except HoopError as error:
         remedy = (

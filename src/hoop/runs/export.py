@@ -1,4 +1,7 @@
-"""Loads a trained model from a run's folder or a checkpoint, evaluates it, and exports it to other formats."""
+"""Reads trained weights from a run's folder or a checkpoint, exports them to other formats, and evaluates the model.
+
+Weights need no code of the job; a model does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from hoop.data.structured import structured
 from hoop.engine.custom.evaluation import evaluate_chunks, summarise
 from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.evaluation import CHUNK
-from hoop.engine.job import Job, build_model
+from hoop.engine.fault_tolerance.checkpoint_format import is_training_state
+from hoop.engine.job import Job, build_model, is_given
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
@@ -34,49 +38,71 @@ from hoop.runs.job_objects import load_into
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """A model with the weights of a checkpoint."""
+class TrainedWeights:
+    """The weights of a checkpoint, and what it says about its run. Reading them runs no code of the job."""
 
     found: FoundCheckpoint
     settings: Settings
     steps: int
-    job: Job
-    model: nn.Module
+    tensors: Mapping[str, Tensor]
+    """All tensors of the checkpoint, by name."""
     weights_sha256: str
 
+    def state(self) -> dict[str, Tensor]:
+        """The model's weights and buffers under its names. One that two modules share is there once."""
+        return {name: tensor for name, tensor in self.tensors.items() if not is_training_state(name)}
 
-def load_trained(place: Path, job: str | None = None) -> TrainedModel:
-    """The model of a checkpoint, or of the newest checkpoint of a run's folder whose checksum holds.
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with the weights of a checkpoint."""
+
+    weights: TrainedWeights
+    job_name: str
+    job: Job
+    model: nn.Module
+
+    @property
+    def settings(self) -> Settings:
+        return self.weights.settings
+
+
+def load_weights(place: Path) -> TrainedWeights:
+    """The weights of a checkpoint, or of the newest checkpoint of a run's folder whose checksum holds."""
+    if not place.exists():
+        raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
+    found, tensors, metadata = read_newest(place) if place.is_dir() else (FoundCheckpoint(place), *read(place))
+    if "settings" not in metadata:
+        raise FailedPrecondition(f"{found.path}: a checkpoint without settings; which model it is of is not known")
+    settings, steps = Settings.from_json(json.dumps(metadata["settings"])), metadata.get("steps")
+    if not isinstance(steps, int):
+        raise FailedPrecondition(f"{found.path}: a checkpoint without its number of steps")
+    return TrainedWeights(found, settings, steps, tensors, weights_digest(tensors))
+
+
+def with_model(weights: TrainedWeights, job: str | None = None) -> TrainedModel:
+    """The model of a checkpoint.
 
     A checkpoint names its job, and loading a job runs its code. So only a recipe is loaded by that name: the user must
     give any other ``job``.
     """
-    if not place.exists():
-        raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
-    found, tensors, metadata = read_newest(place) if place.is_dir() else (FoundCheckpoint(place), *read(place))
-    path = found.path
-    if "settings" not in metadata:
-        raise FailedPrecondition(f"{path}: a checkpoint without settings; which model it is of is not known")
-    settings, steps = Settings.from_json(json.dumps(metadata["settings"])), metadata.get("steps")
-    if not isinstance(steps, int):
-        raise FailedPrecondition(f"{path}: a checkpoint without its number of steps")
-    if job is not None:
-        settings = settings.replaced({"job": with_absolute_path(job)})
-    elif settings.job.startswith("inherited:"):
+    name, path = weights.settings.job if job is None else with_absolute_path(job), weights.found.path
+    if job is None and is_given(name):
         raise FailedPrecondition(
-            f"{path}: this run was started by hoop.train with live objects, which only that program has; "
-            "there, result.model holds the weights"
+            f"{path}: this run was started by hoop.train with the objects of a program, which its folder has not got. "
+            "Write the same model, data and loss as a hoop.Job into a file and name it: --job file.py:name. The "
+            "weights alone need no code: hoop export FOLDER --to model.safetensors"
         )
-    elif settings.job not in RECIPES:
+    if job is None and name not in RECIPES:
         raise FailedPrecondition(
-            f"{path}: it is of the job {settings.job}, which is no recipe; a checkpoint must not choose the code that "
+            f"{path}: it is of the job {name}, which is no recipe; a checkpoint must not choose the code that "
             "is run: name the job yourself, with --job file.py:name or --job module:name"
         )
-    known = load_job(settings.job, load=False)
-    with attribute_exceptions(f"making the model of {settings.job}"):
-        model = build_model(known, settings.seed)
-    load_into(model, tensors)
-    return TrainedModel(found, settings, steps, known, model, weights_digest(tensors))
+    known = load_job(name, load=False)
+    with attribute_exceptions(f"making the model of {name}"):
+        model = build_model(known, weights.settings.seed)
+    load_into(model, weights.tensors)
+    return TrainedModel(weights, name, known, model)
 
 
 def measure(one: TrainedModel) -> dict[str, Any]:
@@ -84,7 +110,8 @@ def measure(one: TrainedModel) -> dict[str, Any]:
 
     ``split`` in the result says which.
     """
-    with attribute_exceptions(f"evaluating {one.settings.job}"):
+    weights = one.weights
+    with attribute_exceptions(f"evaluating {one.job_name}"):
         splits = one.job.data()
         data = splits.test
         one.model.eval()
@@ -99,16 +126,16 @@ def measure(one: TrainedModel) -> dict[str, Any]:
             assert job.criterion is not None, "with_criterion finds one, or raises"
             loss, accuracy = (value / len(data) for value in _figures(one, data, job.criterion))
     return {
-        "job": one.settings.job,
-        "checkpoint": str(one.found.path),
-        "passed_over": list(one.found.passed_over),
-        "steps": one.steps,
+        "job": one.job_name,
+        "checkpoint": str(weights.found.path),
+        "passed_over": list(weights.found.passed_over),
+        "steps": weights.steps,
         "split": splits.evaluated_split,
         "samples": len(data),
         "accuracy": accuracy,
         "loss": loss,
         "metrics": metrics,
-        "weights_sha256": one.weights_sha256,
+        "weights_sha256": weights.weights_sha256,
     }
 
 
@@ -126,25 +153,37 @@ def _figures(one: TrainedModel, data: Dataset, criterion: Criterion) -> tuple[fl
     return loss, right
 
 
-def export(one: TrainedModel, to: Path) -> None:
-    """Writes the model in the format of the file name's suffix; InvalidArgument lists the known ones."""
+def export(weights: TrainedWeights, to: Path, job: str | None = None) -> None:
+    """Writes the model in the format of the file name's suffix; InvalidArgument lists the known ones.
+
+    Tensors need no code of the job. Where the code is known, a recipe's or the given ``job``'s, they are what the
+    model's ``state_dict`` has; else what the checkpoint has.
+    """
     if to.suffix not in FORMATS:
         known = ", ".join(f"{suffix} ({what})" for suffix, (what, _) in FORMATS.items())
         raise InvalidArgument(f"--to: {to.name!r} is of no kind that is known; name it {known}")
-    write_bytes(to, FORMATS[to.suffix][1](one))
+    write = FORMATS[to.suffix][1]
+    if write is None:
+        data = _program(with_model(weights, job))
+    elif job is None and weights.settings.job not in RECIPES:
+        data = write(weights.state())
+    else:
+        state = with_model(weights, job).model.state_dict()
+        data = write({name: tensor.detach().clone() for name, tensor in state.items()})
+    write_bytes(to, data)
 
 
-def _state(one: TrainedModel) -> Mapping[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in one.model.state_dict().items()}
+def _safetensors(state: Mapping[str, Tensor]) -> bytes:
+    return safetensors.torch.save(dict(state))
 
 
-def _safetensors(one: TrainedModel) -> bytes:
-    return safetensors.torch.save(dict(_state(one)))
-
-
-def _npz(one: TrainedModel) -> bytes:
+def _npz(state: Mapping[str, Tensor]) -> bytes:
     file = io.BytesIO()
-    np.savez(file, **{name: tensor.numpy() for name, tensor in _state(one).items()})  # type: ignore[arg-type]
+    # NumPy has no bfloat16, whose values are float32's.
+    arrays = {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in state.items()
+    }
+    np.savez(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
 
 
@@ -153,7 +192,7 @@ def _program(one: TrainedModel) -> bytes:
     data = one.job.data().test
     inputs = data.batch(np.arange(2, dtype=np.int64), epoch=0, seed=0)[0]
     one.model.eval()
-    with attribute_exceptions(f"exporting {one.settings.job}"):
+    with attribute_exceptions(f"exporting {one.job_name}"):
         program = torch.export.export(
             one.model, (inputs,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False
         )
@@ -162,10 +201,10 @@ def _program(one: TrainedModel) -> bytes:
     return file.getvalue()
 
 
-FORMATS: dict[str, tuple[str, Callable[[TrainedModel], bytes]]] = {
+FORMATS: dict[str, tuple[str, Callable[[Mapping[str, Tensor]], bytes] | None]] = {
     ".safetensors": ("a plain state_dict", _safetensors),
     ".npz": ("the same for NumPy", _npz),
-    ".pt2": ("a torch.export program, code included", _program),
+    ".pt2": ("a torch.export program, code included", None),
 }
-"""Description and writer of each format, by suffix. The first two contain only tensors; the last is an archive of
-PyTorch's."""
+"""Description and writer of each format, by suffix. The first two contain only tensors; the last, ``_program``, is an
+archive of PyTorch's, and needs the job."""

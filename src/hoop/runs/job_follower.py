@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,20 +28,20 @@ from hoop.client.cluster import Cluster, connect
 from hoop.client.jobs import JobHandle
 from hoop.engine.custom.state import AVERAGE
 from hoop.engine.fault_tolerance.checkpoint_format import (
-    CHECKSUM_KEY,
     VerifiedCheckpoint,
     is_training_state,
-    read_metadata,
     serialized_parts,
     verified,
 )
+from hoop.engine.fault_tolerance.checkpoint_header import CHECKSUM_KEY, read_metadata
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
-from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError
-from hoop.files import write_parts
+from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError, TrainingStateLost
+from hoop.files import FileLock, write_parts
 from hoop.job_events import JobEvent, Observed
+from hoop.runs.checkpoint_store import FOLDER, name_of, read
 from hoop.runs.prediction import Prediction
-from hoop.runs.run_recorder import DiskFullInjector, RunRecorder, saved_settings
+from hoop.runs.run_recorder import DiskFullInjector, RunRecorder, lock_folder, saved_settings
 from hoop.simulate.cost_model import Costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
@@ -49,6 +50,9 @@ from hoop.wire.generated import hoop_pb2 as pb
 
 COORDINATOR_TIMEOUT_S = 60.0
 """Seconds that a client that follows a job waits for a coordinator that does not answer; the job goes on meanwhile."""
+LAST_READ_S = 10.0
+"""Least seconds for which the parts of the final state are tried to be read after the end of a job."""
+READ_PAUSE_S = 0.2
 REMEMBERED_STEPS = 8192
 """Number of steps whose values are kept for comparison: more than a rank repeats."""
 
@@ -147,6 +151,8 @@ class JobFollower:
         self._attached = False
         self._parts: dict[tuple[int, int], list[VerifiedCheckpoint]] = {}
         """Snapshots by step and resharding, until all parts of a checkpoint are there."""
+        self._unread: list[tuple[Observed, ev.SnapshotTaken, HoopError]] = []
+        """Parts of the final state that could not be read, each with the reason."""
         self._accounts: dict[int, tuple[int, ev.Account]] = {}
         """Device of each rank, and its account of the whole run."""
         self._deduplicator = Deduplicator(parse(settings.strategy).synchronous)
@@ -161,8 +167,8 @@ class JobFollower:
         self._faults: list[str] = []
         self._disk_full = DiskFullInjector(settings.parsed_faults, lambda: self._deduplicator.step, self._faults.append)
         self._weights_sha256 = ""
-        self._diverged: tuple[int, float] | None = None
-        """Step and loss of the first loss that is not finite."""
+        self._diverged: tuple[int, float, int] | None = None
+        """Step and loss of the first loss that is not finite, and the number of updates before it."""
         self.tensors: dict[str, Tensor] = {}
         """Tensors of the trained model by name, at the end."""
         self._recorder: RunRecorder | None = None
@@ -184,14 +190,20 @@ class JobFollower:
         not answer. ``costs``: to predict from.
         """
         follower = cls(cluster, settings, devices, out, coordinator_timeout, costs)
+        lock = None if out is None else lock_folder(out)  # before the checkpoint is read: it is the newest one then
         resumed: dict[str, Any] | None = None
         buffer = ""
-        if resume is not None:
-            data = resume.read_bytes()
-            # ``newest_checkpoint`` has verified the file, and each device verifies the bytes that it gets.
-            resumed = read_metadata(data, resume)
-            buffer = cluster.stage(data, follower._devices)
-        follower._record(resumed)
+        try:
+            if resume is not None:
+                data = _checkpoint_data(resume)
+                # ``newest_checkpoint`` has verified the file, and each device verifies the bytes that it gets.
+                resumed = read_metadata(data, resume)
+                buffer = cluster.stage(data, follower._devices)
+            follower._record(resumed, lock)
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
         try:
             # A device finds the job's code on its own machine: no path of this one is sent.
             sent = replace(settings, job=import_path(settings.job)).to_json()
@@ -210,12 +222,17 @@ class JobFollower:
         follower.job, follower._attached = cluster.job(job.id), True
         return follower
 
-    def _record(self, resumed: dict[str, Any] | None) -> None:
+    def _record(self, resumed: dict[str, Any] | None, lock: FileLock | None = None) -> None:
         """Opens the run's files; ``resumed``: metadata of the checkpoint that the run resumes from."""
         if self._out is not None:
-            self._recorder = RunRecorder(self._out, self._settings, self._devices, resumed)
+            self._recorder = RunRecorder(self._out, self._settings, self._devices, resumed, self._attached, lock)
             if resumed:
                 self._evaluation = self._recorder.last_evaluation() or {}
+
+    def _resumed_from(self, done: int) -> dict[str, Any] | None:
+        """Metadata of the checkpoint that an attached job resumed from, if this run's folder has it."""
+        path = self._out / FOLDER / name_of(done) if self._out is not None and done else None
+        return read(path)[1] if path is not None and path.exists() else None
 
     def events(self) -> Iterator[Observed]:
         """Every event once, in order; the last is ``Finished``."""
@@ -227,21 +244,26 @@ class JobFollower:
                     continue
                 if isinstance(event, ev.Started):
                     if self._recorder is None:
-                        self._record(None)
+                        self._record(self._resumed_from(event.done))
                     event = replace(event, devices=len(self._devices), batch_size=self._settings.batch_size)
                 observed = replace(observed, event=event)
                 self._note(observed)
+                if self._prediction.problem:
+                    yield Observed(ev.Warned(self._prediction.problem))
+                    self._prediction.problem = ""
                 if self._recorder is not None:
                     self._recorder.record(observed)
                     yield from map(Observed, self._recorder.new_events())
                 if not isinstance(event, ev.Account | ev.Ended | ev.Failed | ev.JobEnded):
                     yield observed
             if self._diverged is not None:
-                raise _divergence(*self._diverged, self._settings)
+                raise _divergence(self._diverged, self._settings)
+            self._read_missing_parts()
             result = self._result()
             if self._recorder is not None:
                 kept = self._recorder.flush(result["steps"])
                 result["checkpoint"] = None if kept is None else str(kept)
+                result["lost_files"] = self._recorder.lost_files()
                 self._recorder.finish(result, dict(self._accounts[rank] for rank in sorted(self._accounts)))
                 yield from map(Observed, self._recorder.new_events())
             yield Observed(ev.Finished(result))
@@ -270,10 +292,10 @@ class JobFollower:
             case ev.Evaluated():
                 measured = {"loss": event.loss, "accuracy": event.accuracy, "metrics": event.metrics}
                 self._evaluation = {**measured, "split": event.split}
-                self._check_divergence(event.steps - 1, [event.loss])
+                self._check_divergence(event.steps - 1, [event.loss], event.steps)
             case ev.Steps():
                 self._steps += len(event.loss)
-                self._check_divergence(event.first, event.loss)
+                self._check_divergence(event.first, event.loss, event.first)
             case ev.Balanced():
                 self._rebalanced += 1
             case ev.Damaged():
@@ -289,11 +311,14 @@ class JobFollower:
             case ev.Account():
                 self._accounts[observed.rank] = observed.device, event
 
-    def _check_divergence(self, first: int, losses: Sequence[float]) -> None:
-        """Stops the job at a loss that is not finite, and discards its checkpoints from there on."""
+    def _check_divergence(self, first: int, losses: Sequence[float], updates: int) -> None:
+        """Stops the job at a loss that is not finite, and discards its checkpoints from there on.
+
+        ``updates``: number of updates before the first of the losses.
+        """
         wrong = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if wrong is not None and self._diverged is None:
-            self._diverged = (first + wrong + 1, losses[wrong])
+            self._diverged = (first + wrong + 1, losses[wrong], updates + wrong)
             if self._recorder is not None:
                 self._recorder.discard(first + wrong + 1)
             self.job.stop()
@@ -306,8 +331,8 @@ class JobFollower:
             part = self._read_snapshot(observed, event)  # (3)
         except HoopError as error:
             if event.final:
-                raise
-            if self._recorder is not None:
+                self._unread.append((observed, event, error))  # it is tried again, or there is a later one
+            elif self._recorder is not None:
                 self._recorder.warn(f"no checkpoint of step {event.steps}: {error}; training goes on")
             return
         # Parts from before and after a resharding do not belong together.
@@ -326,6 +351,31 @@ class JobFollower:
             kept = {name: one for name, one in tensors.items() if not is_training_state(name)}
             self.tensors = kept | {name: one for name, one in tensors.items() if name.startswith(AVERAGE)}
             self._weights_sha256 = digest
+
+    def _read_missing_parts(self) -> None:
+        """Tries again to read parts of the final state that could not be read; raises if it is not complete then.
+
+        Only now the job's training is worth anything: without its weights a job has not succeeded.
+        """
+        deadline = time.monotonic() + max(self._coordinator_timeout, LAST_READ_S)
+        while not self._weights_sha256:
+            unread, self._unread = self._unread, []
+            for observed, event, _ in unread:
+                self._collect_snapshot(observed, event)
+            if self._weights_sha256:
+                return
+            again = any(isinstance(error, PeerError) for _, _, error in self._unread)
+            if not again or time.monotonic() > deadline:
+                raise self._weights_missing()
+            time.sleep(READ_PAUSE_S)
+
+    def _weights_missing(self) -> TrainingStateLost:
+        reasons = "; ".join(f"device {observed.device}: {error}" for observed, _, error in self._unread)
+        return TrainingStateLost(
+            f"job {self.job.id} reached its end, but its trained weights could not be read"
+            f"{f' ({reasons})' if reasons else ': no device sent all parts of them'}; while the devices run, read them "
+            f"with: hoop attach {self.job.id} --out DIR; else go on from the newest checkpoint with --resume"
+        )
 
     def _read_snapshot(self, observed: Observed, event: ev.SnapshotTaken) -> VerifiedCheckpoint:
         """One rank's part, with the checksums that its device has computed."""
@@ -381,6 +431,15 @@ class JobFollower:
         }
 
 
+def _checkpoint_data(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FailedPrecondition(
+            f"{path}: it was there when this command began, and another run has removed it; try again"
+        ) from None
+
+
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """One sha256 over a model's tensors in the order of their names; optimizer state is left out."""
     digest = hashlib.sha256()
@@ -391,11 +450,19 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _divergence(step: int, loss: float, settings: Settings) -> FailedPrecondition:
+def _divergence(diverged: tuple[int, float, int], settings: Settings) -> FailedPrecondition:
+    step, loss, updates = diverged
     clip = "" if settings.optimizer.clip else ", or cut the gradient's norm with --set clip=1.0"
+    rate = f"a lower --lr than {settings.optimizer.lr:g}{clip}"
+    data = (
+        "look for numbers that are not finite in the data (torch.isfinite), and in what the model and the loss return"
+    )
+    advice = (
+        f"Try {rate}; or {data}" if updates else f"No update came before it, so the learning rate has no part: {data}"
+    )
     return FailedPrecondition(
         f"the loss is {loss} at step {step}, and training does not recover from that: stopped; "
-        f"checkpoints from before stay. Try a lower --lr than {settings.optimizer.lr:g}{clip}"
+        f"checkpoints from before stay. {advice}"
     )
 
 
@@ -433,8 +500,10 @@ def attach(
     with connect(address, credentials=credentials) as cluster:
         job = find(cluster, job_id)
         settings = Settings.from_json(cluster.job_settings(job.id))
-        if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
-            raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
+        if out is not None and (out / "config.json").exists():
+            saved = saved_settings(out)[0]
+            if replace(saved, job=import_path(saved.job)) != settings:
+                raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
         follower = JobFollower.attach(cluster, settings, job, out)
         if stop and job.status == "running":
             follower.job.stop(COORDINATOR_TIMEOUT_S)

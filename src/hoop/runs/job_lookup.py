@@ -6,11 +6,15 @@ import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hoop import environment
-from hoop.engine.job import Job, find_job
+from hoop.engine.job import LOADED, Job, find_job, import_path
 from hoop.engine.recipes import RECIPES
 from hoop.engine.user_code import attribute_exceptions
+
+if TYPE_CHECKING:
+    from hoop.runs.by_value import Encoded
 
 
 def with_absolute_path(name: str) -> str:
@@ -33,6 +37,20 @@ def load_job(name: str, load: bool = True) -> Job:
                 pool.submit(preload, job.has_own_parts)
                 job.data()
     return job
+
+
+def load_for_devices(name: str, given: Encoded | None) -> None:
+    """Loads a job for the devices that are forked from this process, or for the device that this process is.
+
+    ``given``: the job that a program has made, which travels by value; None: it is found by its name.
+    """
+    if given is None:
+        load_job(name)
+        return
+    from hoop.runs.by_value import decode
+
+    with attribute_exceptions("loading the job of hoop.train on the devices"):
+        LOADED[import_path(name)] = decode(given)
 
 
 def preload(optimizer: bool = False) -> None:

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hoop.data.user_data import user_data
 from hoop.engine.custom.state import AVERAGE
 from hoop.engine.fault_tolerance.checkpoint_format import deserialize
 from hoop.engine.job import Job, check_model_function
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.runs.user_data import user_data
 
 
 @dataclass(frozen=True)

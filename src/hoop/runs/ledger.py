@@ -1,6 +1,7 @@
 """The ledger of a run: the provenance of each step as the devices reported it, one JSON line each, chained by hashes.
 
-    {"begin":0,"seed":0,"samples":60000,"batch_size":256,"micros":4,"data":"…","hash":"…"}   the run begins, or resumes
+    {"begin":0,"seed":0,"samples":60000,"batch_size":256,"micros":4,"data":"…",
+     "strategy":"data","hash":"…"}                            the run begins, or resumes
     {"step":1,"by":[1,1,2,3],"fed":"c41f09…","hash":"…"}      by shard: its device, its samples' fingerprint
     {"lost":2,"hash":"…"}                                     a device was lost
     {"assigned":[1,3,2],"hash":"…"}                           these devices, by rank, train from now on
@@ -9,7 +10,8 @@
 The hash of a line covers the line and the hash before it. A checkpoint stores the hash of its step, so it names one
 history. If a run resumes from step 20, ``begin`` says so, and the lines after step 20 stay in the file: they are work
 that is in no model. Lines are on the disk before the checkpoint that names them. Lines that a full disk refuses are
-kept in memory and tried again, and no checkpoint is written meanwhile.
+kept in memory and tried again, and no checkpoint is written meanwhile. A ledger that somebody deletes while it is being
+written is lost; checkpoints are written nevertheless.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
+from hoop.errors import FailedPrecondition, FileGone, HoopError, ResourceExhausted
 from hoop.files import Appender, atomic_write
 
 NAME = "ledger.jsonl"
@@ -98,6 +100,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._hash = ""
         self._unwritten = b""
+        self._gone = False
+        """Whether the file was deleted while it was being written."""
         self._hashes: dict[int, str] = {}
         if resumed is None:
             path.unlink(missing_ok=True)
@@ -123,7 +127,10 @@ class Ledger:
                 file.write(data[:whole])
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Appends lines. Lines that the disk has no room for are kept and tried again at the next call."""
+        """Appends lines. Lines that the disk has no room for are kept and tried again at the next call.
+
+        Raises ``FileGone`` once if the file was deleted; later lines get their hashes, and are not written.
+        """
         with self._lock:
             for entry in entries:
                 body = json.dumps(entry, separators=(",", ":")).encode()[:-1]
@@ -138,7 +145,12 @@ class Ledger:
     def _write(self) -> None:
         """Raises ResourceExhausted if the disk is full; the unwritten lines are kept."""
         if self._unwritten:
-            self._file.append(self._unwritten)
+            try:
+                if not self._gone:
+                    self._file.append(self._unwritten)
+            except FileGone:
+                self._gone, self._unwritten = True, b""
+                raise
             self._unwritten = b""
 
     def hash_at(self, step: int) -> str | None:
@@ -151,6 +163,8 @@ class Ledger:
             try:
                 self._write()
                 self._file.sync()
+            except FileGone:
+                pass  # the next line says so
             except HoopError as error:
                 raise ResourceExhausted(f"the ledger comes first, and {error}") from None
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hoop.client.cluster import Cluster, DrainProgress
 from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, PeerLost
+from hoop.resources import TRAINING, largest_arena
 from hoop.schedulers.base import Placement
 from hoop.servers.advertised_address import wildcard_towards
 from hoop.servers.device import DeviceConfig
@@ -52,18 +53,22 @@ def rank_credentials(placement: Placement, token_file: Path | None = None) -> Cr
 
 def rank_device(
     placement: Placement,
-    memory: int,
+    memory: int | None,
     credentials: Credentials,
     timeout_s: float,
     host: str = "",
     ports: PortRange | None = None,
 ) -> DeviceConfig:
-    """The device of this rank. ``host``: the address that it listens on; empty: all, or loopback if all meet there."""
+    """The device of this rank. ``host``: the address that it listens on; empty: all, or loopback if all meet there.
+
+    ``memory``: bytes of its arena; None: it grows with what the job needs, up to the rank's share of this machine.
+    """
     point = placement.meeting_point
     assert point is not None, "checked by find_placement"
     return DeviceConfig(
         point,
-        memory=memory,
+        memory=memory or largest_arena(placement.local_world_size, TRAINING),
+        grows=memory is None,
         host=host or (point.host if point.is_loopback else wildcard_towards(point.host)),
         port=ports or PortRange(),
         data_port=ports or PortRange(),

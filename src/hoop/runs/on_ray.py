@@ -15,10 +15,12 @@ from pathlib import Path
 
 from hoop.client.cluster import Cluster, connect
 from hoop.engine.entrypoint import train_rank
-from hoop.engine.job import Job, inherit
 from hoop.errors import DeadlineExceeded, InvalidArgument, PeerLost
 from hoop.launch.ray_cluster import DeviceCode, RayCluster
+from hoop.runs.by_value import Encoded
+from hoop.runs.job_lookup import load_for_devices
 from hoop.servers.tasks import TrainFunction
+from hoop.texts import counted
 from hoop.topology import Address
 
 LOOK_S = 0.5
@@ -30,15 +32,15 @@ IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that ``ray job submit`` sets, which has brought the program's folder to all nodes."""
 
 
-def device_code(name: str, job: Job | None) -> DeviceCode:
-    """How a device of Ray's finds a job: ``job`` if it was made of live objects, else by its name.
+def device_code(name: str, job: Encoded | None) -> DeviceCode:
+    """How a device of Ray's finds a job: ``job`` if it was made of a program's objects, else by its name.
 
     A job in a file is found in the working directory of the actors. Ray brings the file's folder there, unless
     ``ray job submit`` has brought the current folder, which must contain the file then.
     """
     where, colon, _ = name.rpartition(":")
     if job is not None:
-        return DeviceCode(named_trainer, (name, job))
+        return DeviceCode(trainer_of_given, (name, job))
     if not colon or not where.endswith(".py"):
         return DeviceCode(trainer)
     folder = Path(where).resolve().parent
@@ -54,9 +56,9 @@ def trainer(_: None, jobs: str) -> TrainFunction:
     return partial(train_rank, jobs=Path(jobs).resolve())
 
 
-def named_trainer(payload: tuple[str, Job], jobs: str) -> TrainFunction:
+def trainer_of_given(payload: tuple[str, Encoded], jobs: str) -> TrainFunction:
     """The train function of a device that Ray has brought the job to."""
-    inherit(*payload)
+    load_for_devices(*payload)
     return partial(train_rank, jobs=Path(jobs).resolve())
 
 
@@ -73,18 +75,21 @@ def waiting_for_devices(ray: RayCluster, address: Address, stopping: Callable[[]
             now = time.monotonic()
             enough_since = None if there < where.least else enough_since or now
             if enough_since is not None and now - enough_since > PATIENCE_S:
-                yield f"starting with {there} devices; up to {where.most} join as Ray finds room for them"
+                yield f"starting with {counted(there, 'device')}; up to {where.most} join as Ray finds room for them"
                 return
             if stopping():
-                raise PeerLost(f"stopped while it waited for {where.start} devices on Ray; {there} were there")
+                raise PeerLost(
+                    f"stopped while it waited for {counted(where.start, 'device')} on Ray; {there} were there"
+                )
             if now - began > where.timeout_s:
                 raise DeadlineExceeded(
-                    f"ray: {there} of {where.start} devices were there after {where.timeout_s:g} s; {ray.shortage()}; "
-                    "add nodes, or ask for fewer devices or less for each (--devices, --ray-cpus, --ray-gpus)"
+                    f"ray: {there} of {counted(where.start, 'device')} were there after {where.timeout_s:g} s; "
+                    f"{ray.shortage()}; add nodes, or ask for fewer devices or less for each (--devices, "
+                    "--ray-cpus, --ray-gpus)"
                 )
             if now - reported > REPORT_S:
                 reported = now
-                yield f"{there} of {where.start} devices are there; {ray.shortage()}"
+                yield f"{there} of {counted(where.start, 'device')} are there; {ray.shortage()}"
 
 
 def _alive(cluster: Cluster, count: int) -> int:

@@ -7,6 +7,7 @@ measures the costs of a job that does not run. This module does not load PyTorch
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
@@ -35,6 +36,7 @@ MOST_INSTRUCTIONS = 200_000
 MOST_MOVES = 4
 """Changes of the shares of devices that a prediction follows; a run makes the first ones within a hundred steps."""
 _COMPUTED = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD})
+log = logging.getLogger("hoop.runs")
 MeasuredCosts = Mapping[str, Any]
 """Costs as ``engine/cost_probe.py`` measures them, from the ``Started`` event."""
 
@@ -47,11 +49,17 @@ class Prediction:
         self._settings, self._costs = settings, costs
         self._expected: float | None = None
         self._seconds: list[float] = []
+        self.problem = ""
+        """Why there is no prediction, if computing it failed."""
 
     def note(self, event: JobEvent) -> None:
-        """Takes an event of the job."""
+        """Takes an event of the job. Raises nothing: a failed prediction does not end the run."""
         if isinstance(event, Started) and event.costs:
-            self._expected = predicted_step_seconds(event.costs, self._settings, self._costs)
+            try:
+                self._expected = predicted_step_seconds(event.costs, self._settings, self._costs)
+            except Exception as error:
+                log.exception("the prediction failed")
+                self.problem = f"no prediction of a step: {type(error).__name__}: {error}"
         elif isinstance(event, Steps):
             self._seconds += event.seconds
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hoop.texts import counted
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -75,6 +77,8 @@ class Result:
         return float(self.summary["idle_fraction"])
 
     def __repr__(self) -> str:
-        training = "training " if self.split == "train" else ""
-        accuracy = "" if self.accuracy is None else f"{training}accuracy {self.accuracy:.4f}, "
-        return f"<{accuracy}{self.steps} steps in {self.seconds:.1f} s, weights {self.weights_sha256[:12]}>"
+        figures = {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
+        on = "training " if self.split == "train" else ""
+        measured = ", ".join(f"{on}{name} {value:.4f}" for name, value in figures.items() if value is not None)
+        steps = f"{counted(self.steps, 'step')} in {self.seconds:.1f} s"
+        return f"<Result: {', '.join(filter(None, [measured, steps]))}, weights {self.weights_sha256[:12]}>"

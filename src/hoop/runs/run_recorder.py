@@ -10,7 +10,8 @@
     result.json          the summary
     report.html          all of it as one page that works offline, if Bokeh is installed
 
-A full disk ends no training: a file that could not be written is named once in a warning, and older files stay.
+One process at a time writes a folder: it has a lock on the file ``.lock`` there. A full disk ends no training, nor does
+any other error of these files: one that could not be written is named once in a warning, and older files stay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import errno
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,8 @@ from hoop import files
 from hoop import job_events as ev
 from hoop.engine.job import without_folder
 from hoop.engine.settings import Settings
-from hoop.errors import FailedPrecondition, ResourceExhausted
-from hoop.files import make_folder, remove_partial_files, write_text
+from hoop.errors import FailedPrecondition, FileGone, HoopError
+from hoop.files import FileLock, make_folder, remove_partial_files, write_text
 from hoop.job_events import JobEvent, Observed
 from hoop.plan.faults import DISK_FULL, Fault
 from hoop.report.metrics import MetricsLog, read_metrics
@@ -40,7 +42,7 @@ from hoop.report.run_events import RunEventLog
 from hoop.report.spans import Span
 from hoop.report.tensorboard import TensorBoardLog
 from hoop.report.trace import Trace
-from hoop.runs.checkpoint_store import FOLDER, CheckpointWriter, Snapshot, set_aside, step_of
+from hoop.runs.checkpoint_store import FOLDER, CheckpointWriter, Snapshot, listed, read, set_aside, step_of
 from hoop.runs.ledger import NAME, Ledger
 from hoop.texts import parse_json
 
@@ -73,16 +75,34 @@ CLOSE_S = 30.0
 """Timeout in seconds for writing the last checkpoint of a run that failed."""
 NO_REPORT = "HOOP_NO_REPORT"
 """Environment variable: 1 leaves out ``report.html``, which takes about 2 s at the end of a run."""
-_CONFIG, _METRICS = "config.json", "metrics.jsonl"
+_CONFIG, _METRICS, _RESULT = "config.json", "metrics.jsonl", "result.json"
+
+
+def lock_folder(out: Path) -> FileLock:
+    """Makes the folder of a run, and takes the right to write it, which one process has at a time."""
+    make_folder(out, "out (--out)")
+    remedy = "wait until that run has ended, or stop it, or name another folder (--out)"
+    return FileLock(out, remedy, required=False)
 
 
 class RunRecorder:
     """Writes a run's files while it trains."""
 
     def __init__(
-        self, out: Path, settings: Settings, devices: Sequence[int], resumed: Mapping[str, Any] | None = None
+        self,
+        out: Path,
+        settings: Settings,
+        devices: Sequence[int],
+        resumed: Mapping[str, Any] | None = None,
+        attached: bool = False,
+        lock: FileLock | None = None,
     ) -> None:
-        """``resumed``: metadata of the checkpoint that the run resumes from."""
+        """``resumed``: metadata of the checkpoint that the run resumes from.
+
+        ``attached``: the folder may be that of this run, of which all is reported again. ``lock``: of ``lock_folder``,
+        which ``close`` releases; None: it is taken here. FailedPrecondition if another process writes the folder, or
+        has written a run into it since it was chosen.
+        """
         self._out = out
         self._settings = settings
         self._warned: set[str] = set()
@@ -92,8 +112,37 @@ class RunRecorder:
         self._started = False
         self._plan: ev.Started | None = None
         self._pending: dict[int, Snapshot] = {}
+        self._lost: set[str] = set()
+        """Files that somebody has deleted or replaced while they were being written."""
         start = int(resumed["steps"]) if resumed is not None else 0
-        make_folder(out, "out (--out)")
+        self._done = start
+        """Number of the last step that was reported."""
+        self._lock = lock or lock_folder(out)
+        try:
+            if not attached:
+                self._check_unchanged(None if resumed is None else start)
+            self._open(devices, resumed)
+        except BaseException:
+            self._lock.release()
+            raise
+        if not self._lock.exclusive:
+            self.warn(f"{out}: its file system has no locks; see to it that no other run writes this folder")
+
+    def _check_unchanged(self, resumed: int | None) -> None:
+        """Raises if a run has written checkpoints here since this folder was chosen. ``resumed``: the newest then."""
+        for path in listed(self._out / FOLDER):
+            try:
+                newer = resumed is None or (step_of(path) > resumed and bool(read(path)))
+            except HoopError:
+                continue  # damaged: it is set aside
+            if newer:
+                raise FailedPrecondition(
+                    f"out (--out): another run has written {path} meanwhile; go on with it by --resume, or name "
+                    "another folder"
+                )
+
+    def _open(self, devices: Sequence[int], resumed: Mapping[str, Any] | None) -> None:
+        out, settings, start = self._out, self._settings, self._done
         for folder in (out, out / FOLDER):
             if folder.is_dir():
                 remove_partial_files(folder)
@@ -105,8 +154,6 @@ class RunRecorder:
         write_text(out / _CONFIG, json.dumps(config, indent=2) + "\n")
         metrics = out / _METRICS
         self._metrics = MetricsLog.resume(metrics, start) if start else MetricsLog.create(metrics)
-        self._done = start
-        """Number of the last step that was reported."""
         self._event_log = RunEventLog(out / EVENTS, resume=resumed is not None)
         self._board = TensorBoardLog(out / "tensorboard", resumes_after=start or None)
 
@@ -123,12 +170,25 @@ class RunRecorder:
         """Writes an event of the job to the ledger, the metrics and the events."""
         if isinstance(observed.event, ev.Evaluated) and observed.event.best:
             self._writer.mark_best(observed.event.steps)
-        for write in (self._write_ledger, self._write_metrics, self._write_event):
-            try:
+        for file, write in (
+            (NAME, self._write_ledger),
+            (_METRICS, self._write_metrics),
+            (EVENTS, self._write_event),
+        ):
+            with self._surviving(file):
                 write(observed)
-            except ResourceExhausted as error:
-                self.warn(f"{error}; training goes on")
         self._offer()
+
+    @contextmanager
+    def _surviving(self, file: str) -> Iterator[None]:
+        """An error of the block, which writes this file, is a warning."""
+        try:
+            yield
+        except FileGone as error:
+            self._lost.add(file)
+            self.warn(f"{error}; training goes on, and the record of this run is not whole", file)
+        except (HoopError, OSError) as error:
+            self.warn(f"{error}; training goes on", file)
 
     def _write_ledger(self, observed: Observed) -> None:
         event = observed.event
@@ -140,7 +200,7 @@ class RunRecorder:
                     "samples": event.samples,
                     "batch_size": settings.batch_size,
                 }
-                about |= {"micros": settings.num_microbatches, "data": event.data}
+                about |= {"micros": settings.num_microbatches, "data": event.data, "strategy": settings.strategy}
                 self._ledger.append([{"begin": event.done, **about}])
             case ev.Steps():
                 self._ledger.append(
@@ -201,11 +261,11 @@ class RunRecorder:
         epochs, rest = divmod(step, max(1, self._plan.steps_an_epoch))
         return epochs * self._plan.samples + rest * self._settings.batch_size
 
-    def warn(self, text: str) -> None:
-        """Adds a warning to ``new_events``, once for each text."""
+    def warn(self, text: str, file: str = "") -> None:
+        """Adds a warning to ``new_events``, once for each text. ``file``: the one that it is about."""
         if text not in self._warned:
             self._warned.add(text)
-            self._events.append(ev.Warned(text))
+            self._events.append(ev.Warned(text, file=str(self._out / file) if file else ""))
 
     def new_events(self) -> list[JobEvent]:
         """``CheckpointWritten`` and ``Warned`` events since the last call."""
@@ -219,10 +279,8 @@ class RunRecorder:
         self._events += self._writer.new_events()
         new, self._num_logged = self._events[self._num_logged :], len(self._events)
         for event in new:
-            try:
+            with self._surviving(EVENTS):
                 self._event_log.log(Observed(event), self._done)
-            except ResourceExhausted as error:
-                self.warn(f"{error}; training goes on")
 
     # ---- checkpoints
 
@@ -258,7 +316,7 @@ class RunRecorder:
         self._offer(all_of_them=True)
         self._writer.flush(FLUSH_S)
         last = self._writer.last
-        return last if last is not None and step_of(last) == step else None
+        return last if last is not None and step_of(last) == step and last.exists() else None
 
     def finish(self, result: Mapping[str, Any], accounts: Mapping[int, ev.Account]) -> None:
         """Writes result, trace and report; the summary first, because it is the smallest. ``accounts``: by device."""
@@ -267,14 +325,19 @@ class RunRecorder:
             for device, account in accounts.items()
             for name, category, start, seconds in account.spans
         ]
-        try:
-            write_text(self._out / "result.json", json.dumps(dict(result), indent=2) + "\n")
-            with Trace() as trace:
-                trace.spans(spans)
-                trace.write(self._out / "trace.json", {"job": self._settings.job})
-            self._write_report()
-        except ResourceExhausted as error:
-            self.warn(str(error))
+        with self._surviving(_RESULT):
+            write_text(self._out / _RESULT, json.dumps(dict(result), indent=2) + "\n")
+        with self._surviving("trace.json"), Trace() as trace:
+            trace.spans(spans)
+            trace.write(self._out / "trace.json", {"job": self._settings.job})
+        self._write_report()
+
+    def lost_files(self) -> list[str]:
+        """Names of the files that somebody has deleted or replaced while they were being written."""
+        if not self._lock.held:
+            self._lost.add(self._lock.path.name)
+            self.warn(f"{self._out}: it was deleted, moved or replaced while this run wrote it")
+        return sorted(self._lost)
 
     def _write_report(self) -> None:
         """Writes ``report.html`` from the files of this folder. An error is a warning: the training is done."""
@@ -285,8 +348,6 @@ class RunRecorder:
             from hoop.report.run_report import write_run_report  # Bokeh takes a second to import
 
             write_run_report(self._out)
-        except ResourceExhausted:
-            raise
         except Exception as error:
             self.warn(f"report.html could not be written: {type(error).__name__}: {error}")
 
@@ -298,6 +359,7 @@ class RunRecorder:
         self._metrics.close()
         self._event_log.close()
         self._board.close()
+        self._lock.release()
 
 
 def saved_settings(out: Path) -> tuple[Settings, int]:

@@ -52,7 +52,7 @@ class ClientSessions:
 
     def add_communicator(self, session: str, communicator_id: int) -> None:
         """Ties a communicator to an open session. Without an open session the client must destroy it itself."""
-        if self._streams.get(session):
+        if session in self._streams:  # it may be opened again at this moment
             self._communicators[session].add(communicator_id)
 
     async def _end(self, session: str) -> None:

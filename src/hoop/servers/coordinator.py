@@ -21,15 +21,16 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from hoop.errors import DeadlineExceeded, HoopError, PeerCause, PeerLost, ResourceExhausted
-from hoop.events import EventLog
+from hoop.events import EventLog, Listeners
 from hoop.membership import events as m
 from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import FileJournal, Journal
 from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
 from hoop.servers.access_order import AccessOrder
+from hoop.servers.device_processes import DeviceProcesses
 from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
-from hoop.servers.grpc_server import CallerCheck, check_exposure, serve
+from hoop.servers.grpc_server import CallerCheck, Server, check_exposure, serve
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.metrics_options import check_metrics
 from hoop.texts import MAX_TEXT_BYTES
@@ -38,8 +39,9 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.repeated_calls import FIRST_PAUSE_S, MAX_PAUSE_S, make_repeatable
 from hoop.wire.roles import Role
-from hoop.wire.service import OnRefused, status_of, translate, unreachable
+from hoop.wire.service import OnRefused, connection_broke, status_of, translate, unreachable
 from hoop.wire.tokens import LocalToken, forget
 
 log = logging.getLogger("hoop.servers")
@@ -47,13 +49,14 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 DeviceMethod = Callable[["pb_grpc.DeviceAsyncStub"], "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"]
 """Function that selects a method of a device's stub."""
-PROBE_S = 0.5
 REDISCOVERY_S = 5.0
 """Seconds that members may need to find a coordinator that took over at another address."""
 MAX_JOBS = 64
 JOURNAL_RETRY_S = 2.0
 """Seconds for which ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
+PROBE_PAUSE = 1 / 8
+"""Pause after a probe that was answered, as a fraction of a lease."""
 JOURNAL_ERRORS = (DeadlineExceeded, ResourceExhausted)
 """The journal does not answer, or its disk is full."""
 COUNT_UNITS = ("dialect", "bytes", "elements", "auto")
@@ -104,24 +107,27 @@ class Coordinator:
             check_metrics(config.metrics, config.credentials, config.insecure)
         self.config = config
         self.address = Address(config.host, config.port)
-        self.events = EventLog(max_bytes=MAX_TEXT_BYTES)
+        self.events = EventLog(max_bytes=MAX_TEXT_BYTES, on_listener_error=self._listener_failed)
         self.memory: dict[int, pb.DeviceMemory] = {}
         self.activities: dict[int, Sequence[pb.TaskActivity]] = {}
         """Activity of each device's tasks, from the device's newest heartbeat."""
         self.state = State(config.detector, last_tick=time.monotonic())
         self._journal: Journal | None = None
         self._last_failure = ""
-        self._leadership_error: PeerLost | None = None
-        self._leadership_lost = asyncio.Event()
+        self._failure: HoopError | None = None
+        self._failed = asyncio.Event()
         self.stop_events: dict[tuple[int, int], asyncio.Event] = {}
         """Events by communicator and generation, each set when the operations of that generation must stop."""
         self.access_order = AccessOrder()
         """Order of the collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
+        self._processes = DeviceProcesses(self._on_process_seen, config.credentials.certificates is not None)
         self._probing: set[int] = set()
+        self._answered_at: dict[str, float] = {}
+        """Time of the last probe that a device has answered, by incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listeners: dict[object, Callable[[], None]] = {}
-        self._server: grpc.aio.Server | None = None
+        self._listeners = Listeners[()](self._listener_failed)
+        self._server: Server | None = None
 
     # ---- events of the state machine
 
@@ -134,26 +140,30 @@ class Coordinator:
         self.state = state
         if instructions:
             log.debug("%s -> %s", event, instructions)
+        watched_changed = False
         for instruction in instructions:
             match instruction:
                 case m.Announce(kind, text, fields):
                     self.events.publish(kind, text, **fields)
+                    watched_changed |= kind in ("device_joined", "device_dead", "device_left")
                 case m.Probe(device_id):
                     self.in_background(self._probe(device_id))
                 case m.Stop():
                     if stop := self.stop_events.get((instruction.communicator_id, instruction.generation)):
                         stop.set()
                     self.in_background(self.abort(instruction))
+        if watched_changed:
+            self._watch_processes()
         if instructions or isinstance(event, m.Tick):
-            for listener in list(self._listeners.values()):
-                listener()
+            self._listeners.call()
         return self.state
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Calls ``listener`` after every change of the state and every tick. Returns a function that unsubscribes."""
-        key = object()
-        self._listeners[key] = listener
-        return lambda: self._listeners.pop(key, None) and None
+        return self._listeners.add(listener)
+
+    def _listener_failed(self, text: str) -> None:
+        self.events.publish("listener_failed", text)
 
     async def apply_with_retry(self, event: m.MembershipEvent) -> State:
         """``apply``; if the journal does not answer, tries again for ``JOURNAL_RETRY_S`` seconds."""
@@ -167,25 +177,31 @@ class Coordinator:
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _probe(self, device_id: int) -> None:
-        """Opens a connection to a suspect. A refused one proves its death; in any other case its lease decides."""
-        if device_id in self._probing:
+        """Looks after the process of a device that is silent or suspect."""
+        info, pause = self.state.members[device_id].info, self.config.detector.lease_s * PROBE_PAUSE
+        if device_id in self._probing or time.monotonic() - self._answered_at.get(info.incarnation, -pause) < pause:
             return
-        info = self.state.members[device_id].info
-        failure = ""
         self._probing.add(device_id)
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(info.address.host, info.address.port), PROBE_S)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-        except (ConnectionRefusedError, ConnectionResetError) as error:
-            failure = f"{info.address} refuses connections ({error.strerror or error})"
-        except (OSError, UnicodeError):  # too slow, or a local fault: no evidence against the device
-            return
+            probed = await self._processes.probe(info)
         finally:
             self._probing.discard(device_id)
+        if probed.runs_at:
+            self._answered_at[info.incarnation] = probed.runs_at
+        self._on_process_seen(probed)
+
+    def _on_process_seen(self, probed: m.Probed) -> None:
         with contextlib.suppress(*JOURNAL_ERRORS):  # the next tick probes again
-            self.apply(m.Probed(device_id, info.incarnation, failure))
+            self.apply(probed)
+
+    def _watch_processes(self) -> None:
+        """Watches the processes of all usable devices, and of no others."""
+        usable = [member.info for member in self.state.members.values() if member.usable]
+        incarnations = {info.incarnation for info in usable}
+        self._processes.keep_only(incarnations)
+        self._answered_at = {key: at for key, at in self._answered_at.items() if key in incarnations}
+        for info in usable:
+            self._processes.watch(info)
 
     async def abort(self, stop: m.Stop) -> None:
         """Sends Abort to every usable member. Returns when all have answered or timed out."""
@@ -210,7 +226,8 @@ class Coordinator:
         if known is not None:
             self.in_background(known[1].close(None))
         credentials = self.config.credentials
-        channel = credentials.aio_channel(info.address, Role.DEVICE, channel_options(self.config.max_message + 65536))
+        options = channel_options(self.config.detector.lease_s, self.config.max_message + 65536)
+        channel = credentials.aio_channel(info.address, Role.DEVICE, options)
         async_stub = cast("pb_grpc.DeviceAsyncStub", pb_grpc.DeviceStub(channel))
         self._channels[device_id] = (info.incarnation, channel, async_stub)
         return async_stub
@@ -220,24 +237,34 @@ class Coordinator:
     ) -> Response:
         """One call to a device, as in ``call(3, lambda device: device.StopTask, request, 5.0)``.
 
-        Its outcome goes to the failure detector.
+        Its outcome goes to the failure detector. A call whose connection breaks is made again while the device is
+        usable, and done once.
         """
         member = self.state.member(device_id)
-        if not member.usable:
-            raise PeerLost(f"{member.info} is {member.health}: {member.reason}")
-        try:
-            answer = await method(self.device(device_id))(request, timeout=timeout)
-        except grpc.RpcError as error:
-            if unreachable(error):
+        repeatable, pause = make_repeatable(request), FIRST_PAUSE_S
+        deadline = time.monotonic() + timeout
+        while True:
+            if not member.usable:
+                raise PeerLost(f"{member.info} is {member.health}: {member.reason}")
+            try:
+                answer = await method(self.device(device_id))(request, timeout=max(0.0, deadline - time.monotonic()))
+            except grpc.RpcError as error:
+                if not unreachable(error):
+                    raise translate(error, f"device {device_id}") from None
                 failure, name = status_of(error), type(request).__name__.removesuffix("Request")
                 with contextlib.suppress(*JOURNAL_ERRORS):  # nobody learns it now: the lease will expire
                     self.apply(m.CallReported(device_id, failure, time.monotonic()))
-                raise PeerLost(
-                    f"{member.info} was lost during {name}: {failure}", cause=PeerCause.DEVICE_LOST
-                ) from None
-            raise translate(error, f"device {device_id}") from None
-        self.apply(m.CallReported(device_id, "", time.monotonic()))
-        return answer
+                lost = f"{member.info} was lost during {name}: {failure}"
+                if not (repeatable and connection_broke(error) and time.monotonic() + pause < deadline):
+                    raise PeerLost(lost, cause=PeerCause.DEVICE_LOST) from None
+            else:
+                self.apply(m.CallReported(device_id, "", time.monotonic()))
+                return answer
+            await asyncio.sleep(pause)  # meanwhile it is probed
+            pause = min(2 * pause, MAX_PAUSE_S)
+            incarnation, member = member.info.incarnation, self.state.member(device_id)
+            if member.info.incarnation != incarnation or not member.usable:
+                raise PeerLost(lost, cause=PeerCause.DEVICE_LOST)
 
     # ---- start and stop
 
@@ -248,8 +275,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
 
         def on_lost(error: PeerLost) -> None:
-            self._leadership_error = error
-            loop.call_soon_threadsafe(self._leadership_lost.set)
+            loop.call_soon_threadsafe(self._fail, error)
 
         owner = f"the coordinator at {self.address} (pid {os.getpid()} on {socket.gethostname()})"
 
@@ -266,11 +292,21 @@ class Coordinator:
             usable = tuple(key for key, one in self.state.members.items() if one.usable)
             self.apply(m.HeartbeatSuspended(usable, time.monotonic() + REDISCOVERY_S))
 
-    async def wait_leadership_lost(self) -> None:
-        """Waits until another coordinator owns the journal, and raises ``PeerLost``."""
-        await self._leadership_lost.wait()
-        assert self._leadership_error is not None, "set before the event"
-        raise self._leadership_error
+    def _fail(self, error: HoopError) -> None:
+        self._failure = self._failure or error
+        self._failed.set()
+
+    async def wait_failed(self) -> None:
+        """Waits until this coordinator cannot go on, and raises why: another one owns the journal, or it has no server.
+
+        The process must end then.
+        """
+        await self._failed.wait()
+        assert self._failure is not None, "set before the event"
+        raise self._failure
+
+    async def _watch_server(self, server: Server) -> None:
+        self._fail(await server.wait_failed())
 
     async def start(self, services: tuple[Any, ...], on_lab_refused: OnRefused) -> Address:
         for one in list(self.state.communicators.values()):
@@ -278,13 +314,16 @@ class Coordinator:
             # of new launches. Jobs are not launched from here: they go on.
             if not one.broken_by and one.id not in self.state.jobs:
                 self.apply(m.Rebuilt(one.id))
-        self._server, self.address = await serve(
+        self._server = await serve(
             self.address,
             services,
             self.config.max_message,
             CallerCheck(self.config.credentials, self.config.lab, on_lab_refused),
             self._publish_token,
         )
+        self.address = self._server.address
+        self.in_background(self._watch_server(self._server))
+        self._watch_processes()
         self.in_background(self._tick_forever())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
         return self.address
@@ -331,6 +370,7 @@ class Coordinator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._processes.keep_only(set())
         for _, channel, _ in self._channels.values():
             await channel.close(None)
         if self._journal is not None:

@@ -116,6 +116,7 @@ class CoordinatorService:
             jobs=self.jobs.descriptions(),
             time=wall_clock(),
             hoop_version=versions().get("hoop", ""),
+            lease_s=self._coordinator.config.detector.lease_s,
         )
 
     async def examine_hosts(self, request: pb.ExamineHostsRequest) -> pb.ExamineHostsResponse:

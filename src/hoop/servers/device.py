@@ -31,6 +31,7 @@ from hoop.errors import (
     ResourceExhausted,
     Unauthenticated,
 )
+from hoop.host_processes import own_process
 from hoop.memory import Arena, DeviceMemory
 from hoop.memory.cuda_arena import GpuMemory
 from hoop.memory.gpu_driver import open_gpu
@@ -38,7 +39,7 @@ from hoop.memory.storage import default_directory
 from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
 from hoop.servers.advertised_address import check_reachable, host_towards, routes_to
-from hoop.servers.grpc_server import CallerCheck, ClientReports, check_exposure, serve
+from hoop.servers.grpc_server import CallerCheck, ClientReports, Server, check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.lab_streams import MAX_OPEN, StreamTable
@@ -51,7 +52,7 @@ from hoop.transport.port_check import PortCheck
 from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff, channel_options
+from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff, channel_options, default_lease_s
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hoop.servers")
 TOKEN_CALL_S = 5.0
+UNREAD_RESULT_S = 10.0
+"""Seconds that a device that leaves waits for a client to read what its jobs have trained."""
 ID_LABEL = "device_id"
 """Label of the arena that stores the device id, so that a restarted device gets the same id."""
 
@@ -73,6 +76,8 @@ class DeviceConfig:
 
     coordinator: Address | Addresses
     memory: int = 256 * 1024 * 1024
+    grows: bool = False
+    """Whether ``memory`` is the most that the arena may take, which it reserves as jobs need it."""
     host: str = "127.0.0.1"
     port: int | PortRange = 0
     """Port of the device's services, 0: any free one; or a range, of which it takes the first that is free."""
@@ -159,7 +164,10 @@ class DeviceServer:
         self._heartbeat_client = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls, self._tasks.activities
         )
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.failure: HoopError | None = None
+        """Why this device has no server any more, and so is dismissed; None: it has one."""
         self.metrics = None if config.metrics is None else self._metrics_endpoint(config.metrics)
         """Endpoint at which Prometheus scrapes this device; None if ``config.metrics`` is."""
         self._info = DeviceInfo(
@@ -175,6 +183,7 @@ class DeviceServer:
             shared_address=self._shared.address if self._shared else None,
             keeps_memory=self._keeps_arena,
             processor=printable(processor(), 128),
+            process=own_process(),
             **{f"{name}_version": printable(version, 64) for name, version in versions().items()},
         )
 
@@ -228,14 +237,14 @@ class DeviceServer:
                 self._reports.refused,
                 advertised=lambda: (self._service.info or self._info).address,
             )
-            self._server, address = await serve(
+            self._server = await serve(
                 Address(self.config.host, 0),
                 services,
                 self.config.max_message,
                 check,
                 ports=_range(self.config.port),
             )
-            info = await self._advertised(address)
+            info = await self._advertised(self._server.address)
             self._service.info = info
             self._info = await self._heartbeat_client.join(info, self.config.join_timeout_s)
         except (HoopError, asyncio.CancelledError):
@@ -246,9 +255,21 @@ class DeviceServer:
         if self._keeps_arena:
             self._arena.set_label(ID_LABEL, str(self._info.device_id))
         self._heartbeat_client.start()
+        self._watch = asyncio.ensure_future(self._leave_without_server(self._server))
         if self.metrics is not None:
             self._report(f"metrics at {self.metrics.url}")
         return self._info
+
+    async def _leave_without_server(self, server: Server) -> None:
+        """A device that nobody can call any more leaves, whether its process ends at once or not."""
+        self.failure = await server.wait_failed()
+        self._report(str(self.failure))
+        await self._heartbeat_client.dismiss(1)
+
+    async def wait_failed(self) -> None:
+        """Waits until this device has no server any more, and raises why. The process must end then."""
+        assert self._server is not None, "it was started"
+        raise await self._server.wait_failed()
 
     async def _advertised(self, listening: Address) -> DeviceInfo:
         """The device's description, with addresses at which the coordinator and other devices reach it."""
@@ -272,12 +293,27 @@ class DeviceServer:
         self._on_report(f"device {self._info.device_id}: {text}")
 
     async def hand_over(self) -> None:
-        """Waits until its jobs continue without it, or cannot."""
+        """Waits until its jobs continue without it, or cannot, and until what they have trained was read."""
+        if self.failure is not None:
+            return  # it has no server: nobody can take over from it, or read
         if self._tasks.describe():
             await self._heartbeat_client.hand_over(self._report)
+        if unread := self._tasks.unread_results():
+            jobs = ", ".join(map(str, unread))
+            self._report(
+                f"no client has read the weights that job {jobs} has trained: waits {UNREAD_RESULT_S:g} s for: "
+                f"hoop attach {unread[0]} --out DIR"
+            )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(UNREAD_RESULT_S):
+                while self._tasks.unread_results():
+                    self._tasks.result_read.clear()
+                    await self._tasks.result_read.wait()
 
     async def stop(self) -> None:
         """Leaves the cluster, ends all tasks and transfers, and releases everything."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.stop)
         await self._heartbeat_client.leave()
@@ -344,16 +380,17 @@ def open_arena(config: DeviceConfig) -> Arena:
         if not config.arena.exists():
             _check_memory(config.memory, config.arena.parent)
         return Arena.open_or_create(config.arena, config.memory)
-    _check_memory(config.memory, default_directory(config.memory))
+    if not config.grows:
+        _check_memory(config.memory, default_directory(config.memory))
     name = f"hoop-{os.getpid()}-{secrets.token_hex(8)}.arena"
     folder, other = default_directory(config.memory), Path(tempfile.gettempdir())
     try:
-        arena = Arena.open_or_create(folder / name, config.memory)
+        arena = Arena.create(folder / name, config.memory, grows=config.grows)
     except (OutOfMemory, FailedPrecondition) as error:
         if folder == other:
             raise
         log.warning("%s. The arena is in %s instead", error, other)
-        arena = Arena.open_or_create(other / name, config.memory)
+        arena = Arena.create(other / name, config.memory, grows=config.grows)
     if sys.platform == "linux":
         arena.unlink()  # other systems can share it with peers only by its name
     return arena
@@ -376,7 +413,8 @@ async def wait_for_token(coordinator: Addresses, timeout_s: float) -> Token:
     backoff = Backoff("the coordinator", coordinator, timeout_s)
     if (token := find_token(coordinator)) is not None:
         return token
-    async with Credentials(Role.DEVICE).aio_channel(coordinator, Role.COORDINATOR, channel_options()) as channel:
+    options = channel_options(default_lease_s(coordinator))
+    async with Credentials(Role.DEVICE).aio_channel(coordinator, Role.COORDINATOR, options) as channel:
         stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(channel))
         for delay in backoff.delays():
             try:

@@ -133,6 +133,8 @@ class DeviceService:
         for at in range(0, max(request.bytes, 1), STREAM_CHUNK_BYTES):
             size = min(STREAM_CHUNK_BYTES, request.bytes - at)
             yield pb.ReadResponse(data=self._memory.read(address + at, size))
+        if request.location.buffer:
+            self._tasks.note_read(request.location.buffer)
 
     async def assign_rank(self, request: pb.AssignRankRequest) -> pb.AssignRankResponse:
         self._runner.assign(request.assignment)

@@ -47,7 +47,7 @@ from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import Entry, decode, encode, restore, snapshot
 from hoop.membership.state import State
 from hoop.topology import Addresses
-from hoop.wire.auth import AUTHORITY, CERTIFICATE, KEY
+from hoop.wire.auth import AUTHORITY, CERTIFICATE, KEY, grpc_target
 from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
 from hoop.wire.generated import etcd_pb2 as pb
 from hoop.wire.generated import etcd_pb2_grpc as pb_grpc
@@ -84,9 +84,9 @@ class Etcd:
         self.endpoints = endpoints
         secure = _credentials(tls) if tls else None
         self._channels = [
-            grpc.secure_channel(str(one), secure, options=_OPTIONS)
+            grpc.secure_channel(grpc_target(one), secure, options=_OPTIONS)
             if secure
-            else grpc.insecure_channel(str(one), options=_OPTIONS)
+            else grpc.insecure_channel(grpc_target(one), options=_OPTIONS)
             for one in endpoints.addresses
         ]
         self._stubs = [

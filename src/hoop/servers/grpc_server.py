@@ -1,18 +1,24 @@
-"""Starts a gRPC server at an address, refuses to expose one without authentication, and reports refused lab calls."""
+"""Starts a gRPC server at an address, refuses to expose one without authentication, and reports refused lab calls.
+
+A server that ends by itself listens again at its port. Where that fails, its owner learns it and ends its
+process: no process lives on without its server.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.files import write_text
 from hoop.resources import can_listen, descriptor_limit, raise_descriptor_limit
 from hoop.texts import printable
@@ -24,6 +30,11 @@ from hoop.wire.service import OnRefused
 log = logging.getLogger("hoop.servers")
 OPEN_FILES = 65536
 """Minimum soft limit of open files: a server raises a lower one."""
+LISTEN_AGAIN_S = 10.0
+"""Seconds for which a server that ended by itself tries to get its port back."""
+LISTEN_AGAIN_PAUSE_S = 0.1
+END_CHECK_S = 0.25
+"""Seconds between the looks whether a server has ended."""
 WINDOW_S = 10.0
 MAX_REPORTS = 20
 REPEAT_S = 60.0
@@ -80,6 +91,62 @@ class CallerCheck:
         )
 
 
+class Server:
+    """A running gRPC server. If it ends by itself, another one takes its place at the same port."""
+
+    def __init__(
+        self, start: Callable[[Address], Awaitable[grpc.aio.Server]], first: grpc.aio.Server, address: Address
+    ) -> None:
+        """``start`` starts a server at this address, ``first`` is the one that runs."""
+        self.address = address
+        self.restarts = 0
+        """How often the server has ended by itself, and listened again."""
+        self._start, self._server = start, first
+        self._failure: asyncio.Future[HoopError] = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.ensure_future(self._listen_again_at_each_end())
+
+    async def wait_failed(self) -> HoopError:
+        """Waits until this process has no server any more, and cannot get one; returns the reason."""
+        return await asyncio.shield(self._failure)
+
+    async def stop(self, grace: float | None) -> None:
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._server.stop(grace)
+
+    async def _listen_again_at_each_end(self) -> None:
+        while True:
+            reason = "it was shut down"
+            try:
+                # gRPC raises the error that ended its loop only when this time is over.
+                while await self._server.wait_for_termination(END_CHECK_S):
+                    pass
+            except Exception as error:  # whatever ended gRPC's loop
+                reason = f"{type(error).__name__}: {error}"
+            reason = printable(reason, MAX_TEXT_BYTES)
+            log.error("the server at %s ended (%s); calls in progress are lost, it listens again", self.address, reason)
+            try:
+                self._server = await self._replacement()
+            except HoopError as error:
+                log.critical("no server at %s any more: %s", self.address, error)
+                text = f"the server at {self.address} ended ({reason}), and cannot start again: {error}"
+                self._failure.set_result(FailedPrecondition(text))
+                return
+            self.restarts += 1
+
+    async def _replacement(self) -> grpc.aio.Server:
+        with contextlib.suppress(Exception):  # releases the port, if the end has not
+            await asyncio.wait_for(self._server.stop(None), LISTEN_AGAIN_S)
+        until = time.monotonic() + LISTEN_AGAIN_S
+        while True:
+            try:
+                return await self._start(self.address)
+            except FailedPrecondition:
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(LISTEN_AGAIN_PAUSE_S)
+
+
 async def serve(
     address: Address,
     services: Sequence[Any],
@@ -87,8 +154,8 @@ async def serve(
     check: CallerCheck,
     on_bound: Callable[[Address], None] = lambda _: None,
     ports: PortRange | None = None,
-) -> tuple[grpc.aio.Server, Address]:
-    """Starts a server. Returns it and its address; port 0 picks a free port.
+) -> Server:
+    """Starts a server. Its ``address`` has the port; port 0 picks a free one.
 
     ``ports``: in place of the port in ``address``; the first that is free.
 
@@ -99,16 +166,24 @@ async def serve(
     raise_descriptor_limit(OPEN_FILES)
     limit = descriptor_limit()
     options = server_options(max_message, None if limit is None else limit // 2)
-    server = grpc.aio.server(options=options, interceptors=check.interceptors())
-    server.add_generic_rpc_handlers(tuple(services))
-    try:
-        bound = _listen(server, address, ports or PortRange(address.port, address.port), check.credentials)
-        on_bound(bound)
-    except BaseException:
-        await server.stop(None)
-        raise
-    await server.start()
-    return server, bound
+    interceptors = check.interceptors()  # of all servers in turn: callers' challenges stay valid
+    bound = address
+
+    async def start(at: Address, ports: PortRange | None = None) -> grpc.aio.Server:
+        nonlocal bound
+        server = grpc.aio.server(options=options, interceptors=interceptors)
+        server.add_generic_rpc_handlers(tuple(services))
+        try:
+            bound = _listen(server, at, ports or PortRange(at.port, at.port), check.credentials)
+            on_bound(bound)
+        except BaseException:
+            await server.stop(None)
+            raise
+        await server.start()
+        return server
+
+    first = await start(address, ports)
+    return Server(start, first, bound)
 
 
 def _listen(server: grpc.aio.Server, address: Address, ports: PortRange, credentials: Credentials) -> Address:

@@ -18,7 +18,7 @@ from hoop.errors import HoopError
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import Backoff, channel_options
+from hoop.wire.channels import NO_COORDINATOR, Backoff, channel_options, default_lease_s
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
@@ -33,6 +33,8 @@ lost."""
 STALLED = 1 / 3
 """Time that a task waits for a peer without a byte before it reports a stall (``link_checks``), as a fraction of a
 lease."""
+MAX_STALL_S = 5.0
+"""Longest time that a task waits for a peer without a byte before it reports a stall, however long the lease."""
 MAX_RETRY_S = 0.2
 """Maximum seconds before a member tries to reconnect: a restarted coordinator gives it one lease."""
 
@@ -51,9 +53,9 @@ class HeartbeatClient:
         """``memory``, ``stalls`` and ``activities`` supply the contents of each heartbeat."""
         self.coordinator = coordinator
         self._memory, self._stalls, self._activities = memory, stalls, activities
-        self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
-        self._stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(self._channel))
-        self._heartbeat_s, self._stall_s = 0.1, 0.5
+        self._credentials = credentials
+        self._heartbeat_s = 0.1
+        self._open(default_lease_s(coordinator))
         self._task: asyncio.Task[None] | None = None
         self._leaving = False
         self.dismissed = asyncio.Event()
@@ -64,9 +66,15 @@ class HeartbeatClient:
         """Number of times that the coordinator could not be reached, or did not answer."""
         self.info: DeviceInfo | None = None
 
+    def _open(self, lease_s: float) -> None:
+        """Opens the channel to the coordinator, with the time limits of a cluster with this lease."""
+        self._lease_s, self._stall_s = lease_s, min(STALLED * lease_s, MAX_STALL_S)
+        self._channel = self._credentials.aio_channel(self.coordinator, Role.COORDINATOR, channel_options(lease_s))
+        self._stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(self._channel))
+
     async def join(self, info: DeviceInfo, timeout_s: float) -> DeviceInfo:
         """Joins, with retries for ``timeout_s`` seconds. Returns the info with its device id."""
-        backoff = Backoff("the coordinator", self.coordinator, timeout_s)
+        backoff = Backoff("the coordinator", self.coordinator, timeout_s, NO_COORDINATOR)
         for delay in backoff.delays():
             try:
                 answer = await self._stub.Join(pb.JoinRequest(device=device_message(info)), timeout=CALL_S)
@@ -76,7 +84,11 @@ class HeartbeatClient:
                 backoff.record_failure(status_of(error))
                 await asyncio.sleep(delay)
                 continue
-            self._heartbeat_s, self._stall_s = answer.heartbeat_s, STALLED * answer.lease_s
+            self._heartbeat_s = answer.heartbeat_s
+            if answer.lease_s != self._lease_s:
+                old = self._channel
+                self._open(answer.lease_s)
+                await old.close(None)
             self.info = dataclasses.replace(info, device_id=answer.device_id)
             return self.info
         raise backoff.timeout_error()
@@ -134,8 +146,16 @@ class HeartbeatClient:
             if waits := bool(answer.waits_for):
                 report(printable(answer.waits_for))
 
+    async def dismiss(self, exit_code: int) -> None:
+        """Leaves the cluster, and asks this device's process to end."""
+        await self.leave()
+        self.exit_code = exit_code
+        self.dismissed.set()
+
     async def leave(self) -> None:
-        """Leaves the cluster, and stops the heartbeats."""
+        """Leaves the cluster, and stops the heartbeats. Only the first call does something."""
+        if self._leaving:
+            return
         self._leaving = True
         if self.info is not None:
             request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation)

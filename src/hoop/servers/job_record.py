@@ -25,6 +25,7 @@ from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
 from hoop.topology import MAX_DEVICES, DeviceInfo
 
+MAX_HANG_S = 86400.0
 MAX_LOG_BYTES = 256 << 20
 """Maximum bytes of the events of one job."""
 
@@ -111,6 +112,12 @@ class JobRecord:
     def max_devices(self) -> int:
         """The most devices that it takes (``--devices 4:16``); 0: no limit is stated."""
         return self._whole("max_devices")
+
+    @property
+    def hang_s(self) -> float:
+        """Seconds without progress after which a device is replaced; 0: never."""
+        hang_s = self._settings.get("hang_s", 0.0)
+        return float(hang_s) if isinstance(hang_s, int | float) and 0 <= hang_s <= MAX_HANG_S else 0.0
 
     def _whole(self, name: str) -> int:
         """A whole number of the settings; 0 if it is none."""

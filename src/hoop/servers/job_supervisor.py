@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hoop import job_events as ev
-from hoop.errors import HoopError, PeerError, error_from_name
+from hoop.errors import HoopError, PeerCause, PeerError, PeerLost, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
@@ -70,12 +70,14 @@ class JobSupervisor:
             record.id,
             elastic=record.elastic,
             planned=record.moves,
+            hang_s=record.hang_s,
             restart_grace_s=coordinator.config.restart_grace_s,
             size=len(participants or record.communicator.members),
             min_ranks=max(record.min_devices, record.user_min_devices),
             user_min_devices=record.user_min_devices,
             max_devices=record.max_devices,
             participants=frozenset(participants),
+            holders=frozenset(() if record.communicator.ran else participants),
         )
         self._unsubscribe = [
             coordinator.on_change(self._on_cluster_change),
@@ -141,7 +143,10 @@ class JobSupervisor:
     def on_resumed(self, generation: int) -> None:
         """The ranks of a generation run steps together."""
         if self.record.id in self._coordinator.state.communicators:
-            self._coordinator.apply(m.LinkWorked(self.record.id, generation))
+            try:
+                self._coordinator.apply(m.LinkWorked(self.record.id, generation))
+            except HoopError as error:  # the journal cannot be written: only a restarted coordinator would need it
+                self._coordinator.events.publish("coordinator_failing", str(error))
         self.handle(jm.TaskResumed(generation))
 
     def has_rank(self, device_id: int) -> bool:
@@ -185,6 +190,8 @@ class JobSupervisor:
             case jm.Refuse(device_id, text):
                 info = self._coordinator.state.member(device_id).info
                 self.refuse(info, f"{info} on {info.host} cannot take part: {text}")
+            case jm.Expel(device_id, text):
+                self._expel(device_id, text)
             case jm.Readmit(device_id):
                 self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
@@ -198,6 +205,15 @@ class JobSupervisor:
                     self.record.failures.append(error_from_name(error, text))
                 self.close()
                 self.over.set()
+
+    def _expel(self, device_id: int, text: str) -> None:
+        """A device hangs: the others go on without it. A device that is released while it hangs ends its process."""
+        record = self.record
+        record.losses.append(PeerLost(text, cause=PeerCause.DEVICE_LOST))
+        record.emit(ev.DeviceLost(device_id, text), record.rank(device_id), device_id)
+        self._coordinator.events.publish("job_device_hung", text, job=record.id, device=device_id)
+        release = pb.ReassignTaskRequest(job_id=record.id, final=True)
+        self._coordinator.in_background(self._notify(device_id, lambda device: device.ReassignTask, release))
 
     async def _assign(self, assign: jm.Assign) -> None:
         """Begins a new generation of the job's communicator, and sends each member its rank."""

@@ -47,6 +47,8 @@ MEMBERSHIP_EVENTS = (
     ev.Waiting,
     ev.Resized,
     ev.Recovered,
+    ev.SnapshotTaken,
+    ev.Hung,
     ev.Ended,
     ev.Left,
     ev.Failed,
@@ -256,6 +258,8 @@ class Jobs:
         supervisor = self._supervisors.get(job.id)
         if supervisor is None or supervisor.view.over:
             return
+        if info.incarnation in supervisor.view.refused:
+            return  # it was refused, or hung: the job goes on without it already
         job.losses.append(PeerLost(f"{info} was lost: {lost}", cause=PeerCause.DEVICE_LOST))
         job.emit(ev.DeviceLost(info.device_id, str(lost)), job.rank(info.device_id), info.device_id)
         supervisor.handle(jm.TaskLost(info.device_id, info.incarnation))
@@ -298,6 +302,12 @@ class Jobs:
                 self._count_pause(job, event)
                 job.sharded_update = event.sharded_update
                 supervisor.on_resumed(event.generation)
+            case ev.SnapshotTaken() as event if event.final:
+                supervisor.handle(jm.FinalPartTaken(device_id, event.steps, event.turn, event.parts))
+            case ev.Hung() as event if event.over:
+                supervisor.handle(jm.TaskHung(device_id, incarnation, event.generation, event.text))
+                if not supervisor.has_rank(device_id):
+                    return  # the others go on without it: the event ``lost`` says why
             case ev.Ended():
                 job.ended = True
                 supervisor.handle(jm.TaskFinished(device_id, incarnation, finished=True))

@@ -17,7 +17,7 @@ from hoop.servers.operation_runner import MAX_MEMBERS, MAX_TIMEOUT_S, OperationR
 from hoop.servers.operations import check_fits
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
+from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options, default_lease_s
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import gpu_sim_pb2_grpc as lab_grpc
 from hoop.wire.roles import Role
@@ -89,10 +89,14 @@ class LabDevice:
 
     async def begin_receive(self, request: lab.BeginReceiveRequest) -> lab.BeginReceiveResponse:
         check_known(request, request.numBytes, "numBytes")
-        peer = self._runner.device_at(request.srcRank.value) if self._newest_peers() is None else 0
+        peers, rank = self._newest_peers(), request.srcRank.value
+        if peers is not None and rank >= len(peers.addresses):
+            raise InvalidArgument(f"srcRank: {rank} is not in 0..{len(peers.addresses) - 1}")
+        peer = self._runner.device_at(rank) if peers is None else 0
         stream_id = request.streamId.value
         op = self._receive_op(request.op)
-        await self._streams.begin_receive(stream_id, request.recvBuffAddr.value, request.numBytes, peer, op)
+        expected = rank if peers is not None and request.HasField("srcRank") else None
+        await self._streams.begin_receive(stream_id, request.recvBuffAddr.value, request.numBytes, peer, op, expected)
         self._in_background(self._streams.expire(self._streams.receive(stream_id)))
         return lab.BeginReceiveResponse(initiated=True)
 
@@ -203,7 +207,8 @@ class LabDevice:
         credentials = self._credentials if own_rank is None else Credentials(Role.DEVICE)
         try:
             await stream.wait_turn()
-            async with credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
+            options = channel_options(default_lease_s(to))
+            async with credentials.aio_channel(to, Role.DEVICE, options) as channel:
                 stub = cast("lab_grpc.GPUDeviceAsyncStub", lab_grpc.GPUDeviceStub(channel))
                 sending = asyncio.ensure_future(_wait_call(stub.StreamSend(chunks())))
                 ended = asyncio.ensure_future(stream.ended.wait())

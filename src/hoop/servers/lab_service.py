@@ -23,6 +23,7 @@ from hoop.servers.lab_dialect import (
     detect,
     device_metadata,
     find_unit,
+    unknown_fields,
 )
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operations import OperationGroups, OperationQueue, check_fits, check_range, read, write
@@ -63,6 +64,11 @@ class LabCoordinator:
     async def comm_init(self, request: lab.CommInitRequest) -> lab.CommInitResponse:
         if not request.numDevices:
             raise InvalidArgument("numDevices: 0 devices make no communicator; at least 1")
+        if unknown := unknown_fields(request):
+            raise InvalidArgument(
+                f"CommInit: the message has unknown fields ({', '.join(map(str, unknown))}), which may name devices; "
+                "Hoop's coordinator chooses the devices: send numDevices alone"
+            )
         one = await self._operations.create((), request.numDevices, lab=True)
         self._views = {key: view for key, view in self._views.items() if key in self._coordinator.state.communicators}
         infos = [self._coordinator.state.member(device_id).info for device_id in one.members]

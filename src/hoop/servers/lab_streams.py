@@ -61,6 +61,8 @@ class Stream:
     reason: str = ""
     address: int = 0
     """Address in the device's memory from which the bytes come, or to which they go."""
+    peer_rank: int | None = None
+    """Rank from which the bytes of a receive must come, if both ends have a rank of another program's coordinator."""
     has_sender: bool = False
     """True for a receive whose sender has connected."""
     op: str = ""
@@ -73,6 +75,10 @@ class Stream:
         """Returns when all earlier operations on the same bytes have ended. Raises after ``MAX_TIMEOUT_S``."""
         if self.access is not None:
             await self.access.wait_turn(MAX_TIMEOUT_S)
+
+    def takes_from(self, rank: int | None) -> bool:
+        """Whether a sender that says this rank (None: it says none) may be the one of this receive."""
+        return None in (rank, self.peer_rank) or rank == self.peer_rank
 
     def end(self, reason: str = "") -> None:
         """Ends the transfer; ``reason``: why it failed, empty if it succeeded. Only the first call counts."""
@@ -119,7 +125,15 @@ class StreamTable:
         """At most ``size`` bytes of a send, from ``offset`` on."""
         return self._memory.read(stream.address + offset, min(size, stream.size - offset))
 
-    async def begin_receive(self, stream_id: int, address: int, size: int, peer_device: int, op: str = "") -> None:
+    async def begin_receive(
+        self,
+        stream_id: int,
+        address: int,
+        size: int,
+        peer_device: int,
+        op: str = "",
+        peer_rank: int | None = None,
+    ) -> None:
         """(2): adds a receive, and wakes a sender that waits for it."""
         if not stream_id:
             raise InvalidArgument("streamId: 0 is no stream; use the id that BeginSend returned")
@@ -129,7 +143,7 @@ class StreamTable:
             raise InvalidArgument(f"numBytes: {size} bytes are not whole float64 elements, which {op} needs")
         self._memory.check(address, size, _FLOAT64.itemsize if op else 1)
         access = self._order_access("BeginReceive", address, size, True)
-        stream = Stream(stream_id, size, peer_device, address=address, op=op, access=access)
+        stream = Stream(stream_id, size, peer_device, address=address, op=op, access=access, peer_rank=peer_rank)
         self._add(self._receives, stream)
         async with self._receive_begun:
             self._receive_begun.notify_all()
@@ -186,12 +200,19 @@ class StreamTable:
         self._waiting_bytes += size
         try:
             stream_id = first.streamId.value or first.hoopStreamId.value
-            return first, await self._wait_receive(stream_id, named_otherwise=bool(unknown_fields(first)))
+            rank = first.srcRank.value if first.HasField("srcRank") else None
+            stream = await self._wait_receive(stream_id, rank, named_otherwise=bool(unknown_fields(first)))
         finally:
             self._waiting_bytes -= size
+        if not stream.takes_from(rank):
+            raise FailedPrecondition(
+                f"StreamSend: stream {stream.id} is to come from rank {stream.peer_rank}, and this is rank {rank}"
+            )
+        stream.has_sender = True
+        return first, stream
 
-    async def _wait_receive(self, stream_id: int, named_otherwise: bool) -> Stream:
-        """The receive with this id (0: the oldest free one); waits for its BeginReceive.
+    async def _wait_receive(self, stream_id: int, rank: int | None, named_otherwise: bool) -> Stream:
+        """The receive with this id (0: the oldest free one that takes from this rank); waits for its BeginReceive.
 
         ``named_otherwise``: the chunk has unknown fields. If it has no id, one of them may be it, and the oldest of
         several receives may be the wrong one.
@@ -200,7 +221,10 @@ class StreamTable:
         def found() -> Stream | None:
             if stream_id:
                 return self._receives.get(stream_id)
-            waiting = [one for one in self._receives.values() if not one.has_sender and not one.ended.is_set()]
+            free = (
+                receive for receive in self._receives.values() if not receive.has_sender and not receive.ended.is_set()
+            )
+            waiting = [receive for receive in free if receive.takes_from(rank)]
             if named_otherwise and len(waiting) > 1:
                 raise InvalidArgument(
                     f"streamId: missing, and {len(waiting)} receives wait here; DataChunk has it at number 2, and this "
@@ -218,7 +242,6 @@ class StreamTable:
         assert stream is not None, "the condition is that there is one"
         if stream.has_sender:
             raise FailedPrecondition(f"StreamSend: stream {stream.id} has a sender already")
-        stream.has_sender = True
         return stream
 
     async def _write_chunks(self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]) -> None:

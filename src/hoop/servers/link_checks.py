@@ -17,6 +17,8 @@ need no data port, so devices of this machine alone are not checked.
     device R ── heartbeat: waits for P ──▶ coordinator ── Describe ──▶ P   (1) how many bytes P sent on its link to R
                                            coordinator ── Describe ──▶ R   (2) a little later: R has received fewer
                                            membership: R complains of P    (3) ``state_machine`` decides what follows
+
+A device that connects to a peer complains of it if it still does a little later.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ RECHECK_S = 5.0
 """Seconds before a failed check is repeated for the first time; they double with each repetition."""
 MAX_RECHECK_S = 15.0
 """Maximum seconds before a failed check is repeated."""
-IN_FLIGHT = 1 / 6
-"""Time that sent bytes may be in flight, as a fraction of a lease."""
+IN_FLIGHT_S = 1.5
+"""Time that sent bytes may be in flight: several round trips of a slow link, with retransmissions. A property of
+networks, not of the lease."""
 DESCRIBE_S = 5.0
 
 
@@ -216,12 +219,17 @@ class LinkDiagnosis:
         self._coordinator = coordinator
         self._open: set[tuple[int, int, int, int]] = set()
         """Stalls under diagnosis, each as communicator, generation, waiting device, peer."""
+        self._connecting: dict[int, set[tuple[int, int, int, int]]] = {}
+        """Stalls of each device that connects to a peer, of its newest heartbeat."""
 
     def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Starts a diagnosis for every reported stall that is current and has none yet."""
+        self._connecting.pop(heartbeat.device_id, None)
         for stall in heartbeat.stalls:
             for peer in stall.device_ids:
                 case = (stall.communicator_id, stall.generation, heartbeat.device_id, peer)
+                if stall.connecting:
+                    self._connecting.setdefault(heartbeat.device_id, set()).add(case)
                 if case not in self._open and self._current(stall, heartbeat.device_id, peer):
                     self._open.add(case)
                     self._coordinator.in_background(self._diagnose(case, stall))
@@ -233,7 +241,7 @@ class LinkDiagnosis:
     async def _diagnose(self, case: tuple[int, int, int, int], stall: pb.Stall) -> None:
         _, _, device_id, peer = case
         try:
-            if stall.connecting or await self._lost_bytes(stall, device_id, peer):
+            if await (self._still_connects(case) if stall.connecting else self._lost_bytes(stall, device_id, peer)):
                 self._coordinator.apply(
                     m.LinkFailureReported(
                         communicator_id=stall.job_id,
@@ -248,12 +256,17 @@ class LinkDiagnosis:
         finally:
             self._open.discard(case)
 
+    async def _still_connects(self, case: tuple[int, int, int, int]) -> bool:
+        """Whether the device's newest heartbeat, a little later, still says that it connects to the peer."""
+        await asyncio.sleep(IN_FLIGHT_S)
+        return case in self._connecting.get(case[2], ())
+
     async def _lost_bytes(self, stall: pb.Stall, device_id: int, peer: int) -> bool:
         """Whether the peer sent bytes that the device has not received."""
         sender = await self._link(stall, peer, device_id)  # (1)
         if sender is None or not sender.sent:
             return False
-        await asyncio.sleep(IN_FLIGHT * self._coordinator.config.detector.lease_s)
+        await asyncio.sleep(IN_FLIGHT_S)
         receiver = await self._link(stall, device_id, peer)  # (2)
         return receiver is not None and receiver.received < sender.sent
 

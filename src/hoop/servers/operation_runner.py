@@ -161,10 +161,16 @@ class OperationRunner:
         return assignment.members[rank]
 
     def device_at(self, rank: int) -> int:
-        """The id of the device with this rank in the newest communicator that has such a rank, or 0."""
+        """The id of the device with this rank in the newest communicator that has such a rank; 0: there is none yet.
+
+        Raises InvalidArgument if no communicator of this device has such a rank.
+        """
         for assignment in reversed(list(self._assignments.values())):
             if rank < len(assignment.members):
                 return assignment.members[rank].device_id
+        if self._assignments:
+            most = max(len(assignment.members) for assignment in self._assignments.values())
+            raise InvalidArgument(f"srcRank: {rank} is not in 0..{most - 1}, the ranks of this device's communicators")
         return 0
 
     # ---- links of an assignment; also used by tasks

@@ -58,6 +58,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import calling_host, device_message, status_of, translate, unreachable
 
 ASSIGN_S = 5.0
+"""Seconds that a device may take to store its rank, or a lease where that is longer."""
 GRACE_S = 1.0
 """Seconds that members may take to return after an abort."""
 Reports = list[pb.OperationReport]
@@ -232,7 +233,7 @@ class OperationQueue:
                 device_id,
                 lambda device: device.AssignRank,
                 pb.AssignRankRequest(assignment=rank_assignment_message(self._coordinator, communicator, rank)),
-                ASSIGN_S,
+                max(ASSIGN_S, self._coordinator.config.detector.lease_s),
             )
             for rank, device_id in enumerate(communicator.members)
         ]

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import re
 import secrets
 import threading
@@ -24,7 +26,7 @@ from functools import partial
 
 from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.rank_context import ActivitySource, RankContext, StepTrace, group_id
+from hoop.collectives.rank_context import ActivitySource, RankContext, RankProgress, StepTrace, group_id
 from hoop.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -40,6 +42,7 @@ from hoop.membership import task_membership as ranks
 from hoop.membership.task_membership import NextStep, TaskRanks
 from hoop.memory import Arena, DeviceMemory
 from hoop.memory.cuda_arena import CudaArena
+from hoop.servers.hang_watch import HangWatch, StandStill
 from hoop.servers.job_progress import JobProgress, StepsReport
 from hoop.servers.operation_runner import OperationRunner, RankAssignment
 from hoop.transport.base import LinkStats
@@ -55,6 +58,9 @@ MAX_LISTED_LINKS = 64
 """Maximum number of links of a task that a heartbeat lists, those that carried most bytes."""
 MAX_LISTED_SHARDS = 256
 """Maximum number of shards of a task that a heartbeat lists, and of stages."""
+RELEASE_S = 1.0
+"""Seconds that a task that hangs has to react to its release; after that its process ends."""
+HUNG_EXIT_CODE = 3
 HANDED_OVER = "this device has handed over, and leaves the job"
 PINNED_EVENTS = (ev.Started.kind,)
 """Kinds of events that a log never drops: a late watcher needs them to understand the rest."""
@@ -90,8 +96,12 @@ class Task:
     """True if the task has loaded the job's code and data."""
     finished: bool = False
     """True if the task reached the end of the training, or a step at which all ranks agreed to stop."""
+    unread_result: str = ""
+    """Name of the buffer with this rank's part of the final state, until a client has read it."""
     activity: ActivitySource | None = None
     """Activity of the task's rank; None before its first step, and when it has ended."""
+    watch: HangWatch | None = None
+    """Watches whether the training thread makes progress."""
     progress: JobProgress = field(default_factory=JobProgress)
     """Steps that this device reported; only one rank of a job reports them."""
     _sent: int = 0
@@ -106,6 +116,8 @@ class Task:
 
     def emit(self, event: JobEvent) -> None:
         self.loaded = self.loaded or isinstance(event, ev.Loaded)
+        if isinstance(event, ev.SnapshotTaken) and event.final:
+            self.unread_result = event.buffer
         text = event.to_json()
         self.progress.add(event.kind, text)
         self.log.publish(event.kind, text)
@@ -276,6 +288,8 @@ class Tasks:
         self._runner = runner
         self._trainer = trainer
         self._tasks: OrderedDict[int, Task] = OrderedDict()
+        self.result_read = asyncio.Event()
+        """Set when a client has read a buffer to its end."""
 
     # ---- start (1)
 
@@ -325,6 +339,9 @@ class Tasks:
         while len(self._tasks) > MAX_TASKS and not next(iter(self._tasks.values())).alive:
             self._tasks.popitem(last=False)
         task.thread.start()
+        watching = threading.Thread(target=_watch, args=(task, context.device), daemon=True)
+        watching.name = f"hoop-watch-{request.job_id}"
+        watching.start()
 
     def _free_stale_buffers(self, job_id: int, joining: bool) -> None:
         """Frees buffers of unknown jobs: this device was killed, and restarted on the same arena.
@@ -453,6 +470,8 @@ class Tasks:
             assigned = partial(ranks.assigned, generation=request.assignment.generation, planned=request.planned)
             task.update_ranks(assigned, request.assignment)
         task.abort_outdated_links()
+        if request.final and task.watch is not None and task.watch.hangs:
+            threading.Thread(target=_end_if_hung, args=(task,), name="hoop-hung", daemon=True).start()
 
     def move(self, job_id: int) -> None:
         """All members have their planned ranks: the task moves with the other ranks."""
@@ -479,6 +498,17 @@ class Tasks:
     def running(self) -> dict[int, str]:
         """The run of each task that runs, by job. Any thread may ask."""
         return {job_id: task.run for job_id, task in list(self._tasks.items()) if task.alive}
+
+    def unread_results(self) -> list[int]:
+        """Ids of the jobs that have ended and whose final state, or a part of it, no client has read here."""
+        return [job_id for job_id, task in self._tasks.items() if task.unread_result and not task.alive]
+
+    def note_read(self, buffer: str) -> None:
+        """A client has read a buffer to its end. The event loop of the device calls it."""
+        for task in self._tasks.values():
+            if task.unread_result == buffer:
+                task.unread_result = ""
+        self.result_read.set()
 
     def progress(self, job_id: int) -> StepsReport | None:
         """The newest steps that this device reported of a job, if it is the rank that reports them."""
@@ -549,6 +579,40 @@ def _activity_message(job_id: int, task: Task, source: ActivitySource) -> pb.Tas
         stages=found.stages[:MAX_LISTED_SHARDS],
         links=links.busiest(MAX_LISTED_LINKS) if links is not None else (),
     )
+
+
+def _watch(task: Task, device: int) -> None:
+    """Emits ``hung`` if a task's thread makes no progress, and waits for nobody."""
+    thread = task.thread
+    assert thread is not None, "it has been started"
+    assert thread.ident is not None, "it has been started"
+
+    def report(stand_still: StandStill) -> None:
+        text = stand_still.text(device)
+        log.warning("%s", text)
+        task.emit(
+            ev.Hung(device, stand_still.step, stand_still.seconds, stand_still.limit_s, text, task.ranks.generation)
+        )
+
+    def progress() -> RankProgress | None:
+        return task.activity.progress() if task.activity is not None else None
+
+    watch = task.watch = HangWatch(thread.ident, progress, report)
+    try:
+        while thread.is_alive():
+            thread.join(watch.interval_s)
+            watch.look(time.monotonic())
+    finally:
+        watch.close()
+
+
+def _end_if_hung(task: Task) -> None:
+    """Ends this process if a task does not react to its release: nothing else ends code of a user that hangs."""
+    assert task.thread is not None, "it has been started"
+    task.thread.join(RELEASE_S)
+    if task.thread.is_alive() and task.watch is not None and task.watch.hangs:
+        log.error("this device ends: its training thread hangs, and the others go on without it")
+        os._exit(HUNG_EXIT_CODE)
 
 
 def is_last(event: Event) -> bool:

@@ -8,7 +8,7 @@ operation of the group fails at once with the same reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,12 +19,10 @@ from hoop.collectives.work_queue import PendingWork
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.memory.dtypes import DType
 from hoop.torch_backend.errors import torch_error
+from hoop.torch_backend.late_ranks import WaitWatch, patience
 from hoop.torch_backend.p2p import P2PEngine
 from hoop.torch_backend.tensor_views import Array, Described
 from hoop.transport.call_check import Call
-
-DEATH_REPORT_SECONDS = 1.0
-"""How long an operation that lost a link waits for the P2P engine to report which rank died or left first."""
 
 INLINE_WAIT_SECONDS = 0.002
 """How long an asynchronous all_reduce may block its caller. Ranks that train together usually arrive together; then
@@ -63,6 +61,7 @@ class GroupLinks:
         """The error that broke the group; None while it works."""
         p2p.on_peer_death, p2p.rank_label = self._on_peer_death, self.rank_label
         p2p.start()
+        self._watch = WaitWatch(f"hoop-{name}-watch", timeout, self._waits) if self.size > 1 else None
 
     # ---- operations
 
@@ -145,6 +144,17 @@ class GroupLinks:
             self._break(PeerLost(f"{title} was broken off on this rank: {error!r}"))
             raise
 
+    def _waits(self) -> dict[Hashable, str]:
+        """What operations of this rank wait for now (``WaitWatch``)."""
+        if self._broken is not None:
+            return {}
+        waits: dict[Hashable, str] = {request: f"{self.own_label}: {request}" for request in self.p2p.pending()}
+        peers, state = self.endpoint.current_wait()
+        if peers:
+            ranks = ", ".join(map(self.rank_label, peers))
+            waits[state] = f"{self.own_label}: a collective waits for {ranks}"
+        return waits
+
     # ---- errors
 
     @property
@@ -166,6 +176,11 @@ class GroupLinks:
                 release()
 
     @property
+    def error(self) -> HoopError | None:
+        """The error that has broken the group, or that it is closed; None while it works."""
+        return self._broken
+
+    @property
     def broken(self) -> bool:
         """Whether an error has broken the group, or it is closed."""
         return self._broken is not None
@@ -177,7 +192,9 @@ class GroupLinks:
 
     def _diagnose(self, title: str, error: HoopError, timeout: float) -> HoopError:
         """Breaks the group and returns the user's error, which names the rank that died or left first."""
-        departed = self.p2p.first_departed(DEATH_REPORT_SECONDS) if isinstance(error, PeerLost) else None
+        departed = None
+        if isinstance(error, PeerLost):
+            departed = self.p2p.first_departed(error.rank, patience(self.timeout))
         if departed is not None and (reason := f"{self.rank_label(departed[0])} {departed[1]}") not in str(error):
             error = PeerLost(f"{reason}; {error}")
         self._break(error)
@@ -199,6 +216,8 @@ class GroupLinks:
 
     def close(self) -> None:
         """Says goodbye to all peers and closes every link; pending operations fail."""
+        if self._watch is not None:
+            self._watch.close()
         for finish in self.before_close:
             finish()
         self._broken = self._broken or PeerLost(_DESTROYED)

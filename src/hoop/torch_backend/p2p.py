@@ -6,6 +6,9 @@
 One thread for each group owns the links, so a receive that waits never blocks a send. The thread also watches every
 peer: a link that ends without a goodbye means that the peer's process died, and the group learns of it at once.
 
+A rank that learns of a death tells every peer before its own operations fail and it may leave. So a peer reads of the
+death before it reads this rank's goodbye, on the same link, and names the rank that died first.
+
 ``TagMatcher`` matches messages with receives as MPI does: by sender and tag, in the order in which messages were sent
 and receives were posted. It moves no bytes and never waits, so it can be tested without links.
 """
@@ -47,6 +50,8 @@ class MessageKind(IntEnum):
     """Answer to DEVICE."""
     DEVICE_DATA = 6
     """Bytes of a message in GPU memory that its receiver cannot map."""
+    DEATH = 7
+    """A rank died; its number is the tag."""
 
 
 @dataclass(eq=False)
@@ -156,7 +161,7 @@ class P2PEngine:
         self._endpoint = endpoint
         self._timeout = timeout
         self._dead: list[int] = []
-        """Peers that died, in the order of detection."""
+        """Peers that died, in the order in which this rank learned of it: from their own link, or from another peer."""
         self._departed: dict[int, str] = {}
         """Peers that died or left, with the reason (_DIED or _LEFT), in the order of detection."""
         self._greeted: set[int] = set()
@@ -185,16 +190,26 @@ class P2PEngine:
         self._submitted.append(request)
         self._endpoint.wake()
 
-    def first_departed(self, seconds: float) -> tuple[int, str] | None:
-        """The rank that died first, or else the one that left first, with the reason; None if all are there.
+    def first_departed(self, peer: int | None, seconds: float) -> tuple[int, str] | None:
+        """The rank that died first, or else ``peer`` if it has left, with the reason; None if neither is known.
 
-        Waits up to ``seconds`` for a death to be detected: a rank that leaves in the middle of an operation may have
-        noticed the death before this rank does.
+        ``peer``: the rank whose link failed; None: not known, then any. Waits up to ``seconds`` for the engine's thread
+        to learn of it, which it does unless only that one link failed.
         """
         with self._peers_changed:
-            self._peers_changed.wait_for(lambda: self._dead or self._closing, seconds)
-            first = self._dead[0] if self._dead else next(iter(self._departed), None)
-            return None if first is None else (first, self._departed[first])
+            self._peers_changed.wait_for(lambda: self._dead or self._left(peer) is not None or self._closing, seconds)
+            if self._dead:
+                return self._dead[0], _DIED
+            left = self._left(peer)
+            return None if left is None else (left, _LEFT)
+
+    def _left(self, peer: int | None) -> int | None:
+        """``peer`` if it has departed; without a ``peer`` the one that departed first."""
+        return next((rank for rank in list(self._departed) if peer in (None, rank)), None)
+
+    def pending(self) -> list[P2PRequest]:
+        """The receives and sends that are not finished."""
+        return [*self._matcher.posted, *self._sending]
 
     def close(self) -> None:
         """Sends a goodbye to every peer, stops the thread and closes the links."""
@@ -244,9 +259,12 @@ class P2PEngine:
                 self._receive_from(peer)
             self._expire()
 
-    def _send_to_all(self, kind: MessageKind, until: float) -> None:
-        envelope = memoryview(_ENVELOPE.pack(kind, 0, 0))
+    def _send_to_all(self, kind: MessageKind, until: float, tag: int = 0) -> None:
+        """Sends a message without contents to every peer that has not departed; one about a peer not to that peer."""
+        envelope = memoryview(_ENVELOPE.pack(kind, tag, 0))
         for peer in self._live_peers():
+            if kind is MessageKind.DEATH and peer == tag:
+                continue
             try:
                 self._endpoint.send(peer, envelope, until)
             except PeerError:
@@ -325,6 +343,9 @@ class P2PEngine:
                 self._departed[peer] = _LEFT
                 self._peers_changed.notify_all()
             self._fail_unreachable()
+        elif kind is MessageKind.DEATH:
+            self._report_death(tag)
+            self._fail_unreachable()
         elif request is not None:
             deliver(request, P2PMessage(peer, kind, tag, into))
         elif kind is not MessageKind.HELLO:
@@ -357,12 +378,21 @@ class P2PEngine:
         """A peer's link ended; without a goodbye before, the peer died."""
         self._suspects.pop(peer, None)
         if peer not in self._departed:
-            with self._peers_changed:
-                self._departed[peer] = _DIED
-                self._dead.append(peer)
-                self._peers_changed.notify_all()
-            self.on_peer_death(peer, _DIED)
+            self._report_death(peer)
+            self._departed[peer] = _DIED
         self._fail_unreachable()
+
+    def _report_death(self, peer: int) -> None:
+        """Tells all peers of a death, then this rank's group; does nothing if it is known or the peer has left."""
+        if peer in self._dead or peer in self._departed or not 0 <= peer < self._endpoint.size:
+            return
+        if peer == self._endpoint.rank:  # a peer's link to this rank failed; that peer gives up the group
+            return
+        self._send_to_all(MessageKind.DEATH, time.monotonic() + _CLOSING_SECONDS, peer)
+        with self._peers_changed:
+            self._dead.append(peer)
+            self._peers_changed.notify_all()
+        self.on_peer_death(peer, _DIED)
 
     def _fail_unreachable(self) -> None:
         """Fails the requests whose peer has departed. A receive from any rank fails as soon as one rank has died."""

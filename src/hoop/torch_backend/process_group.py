@@ -27,14 +27,16 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.distributed_c10d import ReduceOptions, _world
 
 from hoop.collectives.communicator import PreparedOperation
 from hoop.collectives.compression import compressor
-from hoop.errors import HoopError, InvalidArgument
+from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument
 from hoop.torch_backend import c10d_backend, collectives, monitored_barrier, rendezvous
 from hoop.torch_backend.device_memory import MEMORIES
+from hoop.torch_backend.dynamo import never_compiled
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.p2p import MessageKind, P2PRequest
 from hoop.torch_backend.routes import JobsInOrder, OtherBackends, Route, Routes, prepare_for_queue
@@ -96,6 +98,11 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @classmethod
     def create(cls, options: Any) -> HoopProcessGroup:
         """Creates a group from the options that torch.distributed passes to a registered backend."""
+        if getattr(options, "enable_reconfigure", False):  # since torch 2.15
+            raise InvalidArgument(
+                "enable_reconfigure: True, and a group of backend hoop cannot take in other ranks; leave it out, and "
+                "after a loss destroy the group and create it again"
+            )
         world = options.global_ranks_in_group or range(options.group_size)
         rank, size = options.group_rank, options.group_size
         return cls(options.group_id, options.store, rank, size, world, options.timeout)
@@ -563,6 +570,13 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- properties that torch reads or sets
 
+    def get_error(self) -> ErrorType:
+        """Why the group cannot be used any more; SUCCESS while it works."""
+        error = self._links.error
+        if error is None:
+            return ErrorType.SUCCESS
+        return ErrorType.TIMEOUT if isinstance(error, DeadlineExceeded) else ErrorType.COMM_ERROR
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._links.timeout = timeout.total_seconds()
 
@@ -668,3 +682,4 @@ for _name in (
     *("send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing", "start_coalescing", "end_coalescing"),
 ):
     setattr(HoopProcessGroup, _name, _with_other_backends(_name, getattr(HoopProcessGroup, _name)))
+never_compiled(HoopProcessGroup)

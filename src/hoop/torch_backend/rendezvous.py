@@ -2,7 +2,7 @@
 
 They exchange two values in a ``GroupRound``:
 
-    host         the host key of a rank: equal keys mean one host; and whether the rank has a token
+    host         the host key of a rank: equal keys mean one host; the origin and fingerprint of its link key
     addresses    communicator number (rank 0's is used), addresses for collectives and for messages
 
 All groups of a process share its listeners. A ``GroupRound`` is one round in the store: the ranks join, exchange
@@ -44,10 +44,11 @@ from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, Invalid
 from hoop.topology import Address
 from hoop.torch_backend.errors import torch_error
 from hoop.torch_backend.group_links import GroupLinks
+from hoop.torch_backend.late_ranks import patience, warn_of_wait
 from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.hybrid import HybridTransport
-from hoop.transport.registry import key_of_environment
+from hoop.transport.link_key import KeyOrigin, LinkKey, own_link_key
 from hoop.transport.shm_endpoint import shared_memory_error
 
 log = logging.getLogger("hoop.torch_backend")
@@ -194,6 +195,7 @@ class GroupRound:
         """Waits for the outcome of an exchange."""
         start, look = time.monotonic(), LOOK_SECONDS
         next_look = start + look
+        patient_s: float | None = patience(self._timeout.total_seconds())
         while not self._store.check([self._key(exchange, "outcome")]):
             now = time.monotonic()
             waited = now - start
@@ -205,6 +207,10 @@ class GroupRound:
                     self._check_backends(self._missing(exchange))
                 look = min(2 * look, LONGEST_LOOK_SECONDS)
                 next_look = start + waited + look
+            if patient_s is not None and waited >= patient_s and (missing := self._missing(exchange)):
+                ranks = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
+                warn_of_wait(f"rank {self._rank}: {self._label}: waiting for {ranks}", patient_s)
+                patient_s = None
             time.sleep(min(0.001 + _POLL_SHARE * waited, _LONGEST_POLL_SECONDS))
 
     def _check_newer_round(self, exchange: str) -> None:
@@ -264,13 +270,10 @@ def _connect_in_round(
     name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta, deadline: float
 ) -> tuple[GroupLinks, list[Transport]]:
     group_round = GroupRound(name, store, rank, world, timeout, deadline)
-    try:
-        key = key_of_environment()
-    except HoopError as error:
-        raise group_round.fail(type(error), f"rank {rank}: {error}") from error
-    found = [json.loads(text) for text in group_round.exchange(HOST, json.dumps([_host_key(), bool(key)]))]
-    hosts = [host for host, _ in found]
-    _check_tokens(group_round, [has_token for _, has_token in found])
+    key = _own_key(group_round, rank, size)
+    own_identity = json.dumps([_host_key(), key.origin, key.fingerprint])
+    hosts, origins, fingerprints = zip(*map(json.loads, group_round.exchange(HOST, own_identity)), strict=True)
+    _check_tokens(group_round, origins)
     on_one_host = len(set(hosts)) == 1
     log.debug("group %s: rank %d of %d, %d hosts", name, rank, size, len(set(hosts)))
     scheme = "inproc" if size == 1 else _same_host_scheme() if on_one_host else _multi_host_scheme(hosts)
@@ -278,8 +281,11 @@ def _connect_in_round(
     own_host = LOOPBACK if on_one_machine else _address_towards(store)
     p2p_scheme = "inproc" if size == 1 else "tcp"
     try:
-        _check_exposure(own_host, key)
-        transports = _acquire_transports([f"{one}://{Address(own_host, 0)}" for one in (scheme, p2p_scheme)], key)
+        if size > 1:
+            _check_exposure(own_host, key)
+            _check_fingerprints(rank, fingerprints)
+        uris = [f"{transport}://{Address(own_host, 0)}" for transport in (scheme, p2p_scheme)]
+        transports = _acquire_transports(uris, key.secret)
     except (HoopError, OSError) as error:
         kind = type(error) if isinstance(error, HoopError) else FailedPrecondition
         raise group_round.fail(kind, f"rank {rank} cannot open its links: {error}") from error
@@ -315,7 +321,7 @@ def _same_host_scheme() -> str:
     return os.environ.get("HOOP_TRANSPORT") or (SAME_HOST_TRANSPORT if shared_memory_error() is None else "tcp")
 
 
-def _multi_host_scheme(hosts: list[str]) -> str:
+def _multi_host_scheme(hosts: Sequence[str]) -> str:
     """Hybrid if some ranks share a host and memory, else tcp. Every rank decides from the same list."""
     return "hybrid" if any(hosts.count(host) > 1 and _shares_memory(host) for host in hosts) else "tcp"
 
@@ -354,47 +360,71 @@ def _address_towards(store: Any) -> str:
 # ---- authentication
 
 
-def _check_tokens(group_round: GroupRound, has_token: Sequence[bool]) -> None:
-    """Raises if only some ranks have a token: those would refuse the links of the others."""
-    without = [rank for rank, has in enumerate(has_token) if not has]
-    if without and len(without) < len(has_token):
-        raise group_round.fail(
-            FailedPrecondition,
-            f"rank{'s' * (len(without) != 1)} {', '.join(map(str, without))} of it started without a token and the "
-            "others with one; start all with the same HOOP_TOKEN or HOOP_TOKEN_FILE, or all without",
-        )
+def _own_key(group_round: GroupRound, rank: int, size: int) -> LinkKey:
+    """This rank's key of links. A rank that is alone has no links, and needs none."""
+    if size == 1:
+        return LinkKey(b"", KeyOrigin.NONE)
+    try:
+        return own_link_key()
+    except (HoopError, OSError) as error:
+        kind = type(error) if isinstance(error, HoopError) else FailedPrecondition
+        raise group_round.fail(kind, f"rank {rank}: {error}") from error
 
 
-def _check_exposure(host: str, key: bytes) -> None:
-    """Raises if other machines could open links here without proof; with HOOP_INSECURE=1 it warns instead."""
-    if key or Address(host, 0).is_loopback:
-        return
-    if os.environ.get("HOOP_INSECURE") != "1":
+def _check_tokens(group_round: GroupRound, origins: Sequence[str]) -> None:
+    """Raises if only some ranks have a token, or a key at all: those would refuse the links of the others."""
+    for origin, has, remedy in (
+        (KeyOrigin.GIVEN, "a token", "start all with the same HOOP_TOKEN or HOOP_TOKEN_FILE, or all without"),
+        (KeyOrigin.USER, "a key of links", "set HOOP_INSECURE=1 for all, or for none"),
+    ):
+        without = [rank for rank, other in enumerate(origins) if other != origin]
+        if without and len(without) < len(origins):
+            ranks = f"rank{'s' * (len(without) != 1)} {', '.join(map(str, without))}"
+            reason = f"{ranks} of it started without {has} and the others with one; {remedy}"
+            raise group_round.fail(FailedPrecondition, reason)
+
+
+def _check_fingerprints(rank: int, fingerprints: Sequence[str]) -> None:
+    """Raises if another rank has another key of links."""
+    for peer, other in enumerate(fingerprints):
+        if other != fingerprints[rank]:
+            raise FailedPrecondition(
+                f"rank {peer} has another token than rank {rank}; start all ranks with the same HOOP_TOKEN or "
+                "HOOP_TOKEN_FILE (hoop token FILE makes one). Without one, ranks of a machine must be one user's, with "
+                "the same XDG_RUNTIME_DIR and folder for temporary files"
+            )
+
+
+def _check_exposure(host: str, key: LinkKey) -> None:
+    """Raises if other machines could open links here and the ranks have no key for that; without any it warns."""
+    beyond = not Address(host, 0).is_loopback
+    if key.origin is KeyOrigin.USER and beyond:
         raise InvalidArgument(
             f"{host} can be reached from other machines, and any of them could join the group; authenticate its links "
             "with a join or device token (hoop token FILE, then HOOP_TOKEN_FILE=FILE for every rank), or set "
             "HOOP_INSECURE=1 for every rank on a network you trust"
         )
-    _warn_of_exposure(host)
+    if key.origin is KeyOrigin.NONE:
+        _warn_of_exposure(host, "other machines" if beyond else "other users of this machine")
 
 
 @functools.cache
-def _warn_of_exposure(host: str) -> None:
-    log.warning("insecure: %s can be reached from other machines, and links are not authenticated (SECURITY.md)", host)
+def _warn_of_exposure(host: str, by: str) -> None:
+    log.warning("insecure: %s can be reached by %s, and links are not authenticated (SECURITY.md)", host, by)
 
 
-# ---- one listener for each URI and process
+# ---- one listener for each URI, key and process
 
 _lock = threading.Lock()
-_open: dict[str, tuple[Transport, int]] = {}
-"""Open transports by URI, each with the number of its users."""
+_open: dict[tuple[str, bytes], tuple[Transport, int]] = {}
+"""Open transports by URI and key, each with the number of its users."""
 
 
 def acquire_transport(uri: str, key: bytes) -> Transport:
-    """This process's transport for a URI (scheme and host), opened by its first user, whose ``key`` it keeps."""
+    """This process's transport for a URI (scheme and host) and a key, opened by its first user."""
     with _lock:
-        transport, users = _open.get(uri) or (open_transport(uri, key), 0)
-        _open[uri] = (transport, users + 1)
+        transport, users = _open.get((uri, key)) or (open_transport(uri, key), 0)
+        _open[uri, key] = (transport, users + 1)
         return transport
 
 
@@ -414,11 +444,11 @@ def release_transports(transports: Sequence[Transport]) -> None:
     """Closes each transport whose last user this was."""
     with _lock:
         for transport in transports:
-            uri = next(uri for uri, (opened, _) in _open.items() if opened is transport)
-            users = _open[uri][1] - 1
-            _open[uri] = (transport, users)
+            name = next(name for name, (opened, _) in _open.items() if opened is transport)
+            users = _open[name][1] - 1
+            _open[name] = (transport, users)
             if not users:
-                del _open[uri]
+                del _open[name]
                 transport.close()
 
 

@@ -13,6 +13,7 @@ from torch.distributed import Work
 
 from hoop.collectives.work_queue import PendingWork
 from hoop.errors import DeadlineExceeded
+from hoop.torch_backend.dynamo import never_compiled
 from hoop.torch_backend.errors import torch_error
 
 NO_TIMEOUT = timedelta(0)
@@ -21,6 +22,7 @@ ENDS_IN_ANY_THREAD = torch.__version__ >= "2.12"  # TorchVersion compares as a v
 """Whether an event may end in another thread than it began in; torch before 2.12 drops such an event."""
 
 
+@never_compiled
 class HoopWork(PendingWork, Work):
     """One operation, from its call to its end. The thread that ran it finishes it once.
 
@@ -119,6 +121,7 @@ class HoopWork(PendingWork, Work):
         return self.result()
 
 
+@never_compiled
 class CoalescedWork(HoopWork):
     """Several works as one."""
 
@@ -143,6 +146,7 @@ class CoalescedWork(HoopWork):
         return futures.then(lambda collected: [tensor for future in collected.value() for tensor in future.value()])
 
 
+@never_compiled
 class FinishedWork(HoopWork):
     """A synchronous operation that has finished without an error. torch waits for it after every call."""
 

@@ -11,14 +11,15 @@ from hoop.transport.registry import open_transport
 __all__ = ["Endpoint", "PendingSend", "Transport", "open_transport"]
 
 PUBLIC = (
+    "accepting",
     "base",
     "call_check",
     "fault_injection",
     "hybrid",
     "inproc",
     "interfaces",
+    "link_key",
     "port_check",
-    "registry",
     "shm_endpoint",
     "shm_listener",
     "shm_segment",

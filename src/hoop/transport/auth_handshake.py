@@ -29,6 +29,8 @@ from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind, check_start
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
+_MAX_RANK = 2**32 - 1
+"""Largest rank of the dialled end, which ``sequence`` of a greeting holds; ``source`` of the answer holds it."""
 _MAX_ANSWER_BYTES = 2048
 """Longest payload that is read of the answer to a HELLO; a refusal has a text."""
 
@@ -89,6 +91,8 @@ class Greeting:
             raise LinkCorrupted("the first frame on a link must be HELLO")
         if bool(hello.lane) != (hello.kind == FrameKind.LANE):
             raise LinkCorrupted(f"a first frame of kind {hello.kind} for lane {hello.lane}")
+        if hello.sequence > _MAX_RANK:
+            raise LinkCorrupted(f"a first frame for rank {hello.sequence}")
         if hello.length not in (0, NONCE_BYTES):
             raise LinkCorrupted(f"a HELLO of {hello.length} bytes")
         if bool(self.key) != bool(hello.length):

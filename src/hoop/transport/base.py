@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -144,6 +144,12 @@ class Endpoint(ABC):
         For a rank that waits for something else than its links. A peer that has sent a message and then closed may
         be seen only when the message is received.
         """
+
+    def current_wait(self) -> tuple[Sequence[int], Hashable]:
+        """The peers that a collective of this rank waits for, none if it does not wait, and a value that changes when
+        the wait makes progress. Called from any thread, for a wait that lasts long: it may be over already."""
+        peers = self.link_stats.waiting_for
+        return peers, (peers, *(self.link_stats.byte_counts(peer) for peer in peers))
 
     def verify_reads(self) -> None:  # noqa: B027 - only some share memory
         """Raises PeerLost if a rank that shares memory with this one has closed its endpoint.

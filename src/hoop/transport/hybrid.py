@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -143,7 +143,8 @@ class HybridEndpoint(SpanningEndpoint):
         def push() -> list[int]:
             lost = other.push_pending(deadline)
             for peer in lost:
-                self.abort(PeerLost(f"rank {self.rank}: {other.endpoint.describe(peer)} closed its link"))
+                text = f"rank {self.rank}: {other.endpoint.describe(peer)} closed its link"
+                self.abort(PeerLost(text, rank=other.endpoint.global_ranks[peer]))
             return lost
 
         with other.run_in_background(self._pool, push):
@@ -207,12 +208,18 @@ class HybridEndpoint(SpanningEndpoint):
             if local_rank != self._local_ranks[self.rank]
         ]
         cause = next((reason for reason in reasons if reason and reason not in str(error)), "")
-        return PeerLost(f"{error}; {cause}") if cause else error
+        return PeerLost(f"{error}; {cause}", rank=error.rank, cause=error.cause) if cause else error
 
     def raise_failure(self) -> None:
         for links in (self._local, self._links):
             if links is not None:
                 links.endpoint.raise_failure()
+
+    def current_wait(self) -> tuple[Sequence[int], Hashable]:
+        peers, state = self.local.current_wait() if self.local is not None else ((), None)
+        if self.local is not None and peers:
+            return [self.local.global_ranks[peer] for peer in peers], state
+        return self._links.endpoint.current_wait()
 
     def verify_reads(self) -> None:
         if self.local is not None:

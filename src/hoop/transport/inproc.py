@@ -96,7 +96,7 @@ class InprocEndpoint(Endpoint):
             if self._error is not None:
                 raise self._error
             if self._key(peer) in _BOARD.closed:
-                raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links")
+                raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links", rank=peer)
             _BOARD.queues.setdefault((self._key(peer), self.rank), deque()).append(bytes(data))
             _BOARD.changed.notify_all()
         self.messages_sent += 1
@@ -113,7 +113,7 @@ class InprocEndpoint(Endpoint):
                 raise error
             if not queue:
                 if self._key(peer) in _BOARD.closed:
-                    raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links")
+                    raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links", rank=peer)
                 raise self.deadline_exceeded(peer, "waiting for")
             message = queue.popleft()
             current = _BOARD.calls.get(self._key(self.rank))
@@ -193,7 +193,7 @@ class InprocEndpoint(Endpoint):
                 raise error
             for peer in range(self.size):
                 if self._key(peer) in _BOARD.closed:
-                    raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links")
+                    raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links", rank=peer)
 
     def abort(self, error: HoopError) -> None:
         with _BOARD.changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
@@ -12,7 +11,6 @@ from hoop.transport.hybrid import HybridTransport
 from hoop.transport.inproc import InprocTransport
 from hoop.transport.shm_listener import ShmTransport
 from hoop.transport.tcp_listener import TcpTransport
-from hoop.wire.tokens import Token, environment_value
 
 SCHEMES: dict[str, Callable[[Address], Transport]] = {
     HybridTransport.scheme: HybridTransport,
@@ -39,14 +37,3 @@ def open_transport(uri: str, key: bytes = b"") -> Transport:
         raise InvalidArgument(f"transport: {uri!r} has no known scheme; known: {', '.join(sorted(SCHEMES))}")
     address = Address.parse(rest, "transport")
     return KEYED[scheme](address, key) if key and scheme in KEYED else SCHEMES[scheme](address)
-
-
-def key_of_environment() -> bytes:
-    """The link key of processes that were all started with one token: HOOP_TOKEN, or the file HOOP_TOKEN_FILE.
-
-    Empty without a token, and with a client's token, which has no link key.
-    """
-    if text := environment_value("HOOP_TOKEN"):
-        return Token.parse(text, "HOOP_TOKEN").link_key
-    path = environment_value("HOOP_TOKEN_FILE")
-    return Token.read(Path(path)).link_key if path else b""

@@ -26,7 +26,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost, WrongLength
@@ -83,6 +83,8 @@ class ShmEndpoint(SharedEndpoint):
         """Notified when a peer connects, confirms or is lost."""
         self._unconfirmed = set(range(self.size)) - {rank}
         """Peers that have not opened this rank's memory yet."""
+        self._awaited: Sequence[int] = ()
+        """Peers whose messages or memory this rank waits for."""
         self._woken = False
         self._spins = spins_before_yield(self.size)
 
@@ -228,14 +230,22 @@ class ShmEndpoint(SharedEndpoint):
 
     def _wait_for_peer(self, peer: int, deadline: float) -> None:
         """Waits for one peer's memory only: messages need no other rank."""
-        with self._peers_changed:
-            self._peers_changed.wait_for(
-                lambda: peer in self._incoming or peer in self._lost_peers or self._error, remaining(deadline)
-            )
+        self._wait_for_change(
+            [peer], lambda: peer in self._incoming or peer in self._lost_peers or self._error, deadline
+        )
         if peer not in self._incoming:
             if self._error is not None or peer in self._lost_peers:
                 raise self._error or self._peer_lost(peer)
             raise self.deadline_exceeded(peer, "waiting for")
+
+    def _wait_for_change(self, peers: Sequence[int], changed: Callable[[], object], deadline: float) -> None:
+        """Waits for something that peers do while they connect, until the deadline."""
+        self._awaited = peers
+        try:
+            with self._peers_changed:
+                self._peers_changed.wait_for(changed, remaining(deadline))
+        finally:
+            self._awaited = ()
 
     def _push_pending(self) -> bool:
         """Gives every link with unsent bytes a turn; whether one accepted any."""
@@ -266,16 +276,17 @@ class ShmEndpoint(SharedEndpoint):
             if link.queue:
                 if self._error is not None or peer in self._lost_peers:
                     raise self._error or self._peer_lost(peer)
+                self._awaited = (peer,)
                 if not link.free.wait(deadline, self._spins):
                     raise self.deadline_exceeded(peer, "handing over to")
+                self._awaited = ()
                 link.free.post()  # returns the post: push acquires it
 
     def _wait_for_confirmation(self, peer: int, deadline: float) -> None:
         """Sent bytes are only safe once the receiver has opened the memory that they are in."""
-        with self._peers_changed:
-            self._peers_changed.wait_for(
-                lambda: peer not in self._unconfirmed or peer in self._lost_peers or self._error, remaining(deadline)
-            )
+        self._wait_for_change(
+            [peer], lambda: peer not in self._unconfirmed or peer in self._lost_peers or self._error, deadline
+        )
         if peer in self._unconfirmed:
             if self._error is not None or peer in self._lost_peers:
                 raise self._error or self._peer_lost(peer)
@@ -320,10 +331,13 @@ class ShmEndpoint(SharedEndpoint):
                 return
             if lost:
                 raise self._peer_lost(peer)
+            self._awaited = (peer,)
             if not self._pending and filled.wait(deadline, self._spins):
+                self._awaited = ()
                 return
             if not self._pending or not self._activity.wait(deadline, self._spins):
                 raise self.deadline_exceeded(peer, "waiting for")
+            self._awaited = ()
 
     # ---- waiting
 
@@ -339,7 +353,10 @@ class ShmEndpoint(SharedEndpoint):
             if self._woken or moved or ready:
                 self._woken = False
                 return ready
-            if not self._activity.wait(deadline, self._spins):
+            self._awaited = peers
+            happened = self._activity.wait(deadline, self._spins)
+            self._awaited = ()
+            if not happened:
                 return []
 
     def _is_readable(self, peer: int) -> bool:
@@ -358,11 +375,12 @@ class ShmEndpoint(SharedEndpoint):
         """
         if self._ready:
             return
+        self._wait_for_change(
+            sorted(self._missing()),
+            lambda: not self._missing() or self._missing() & self._lost_peers.keys() or self._error,
+            deadline,
+        )
         with self._peers_changed:
-            self._peers_changed.wait_for(
-                lambda: not self._missing() or self._missing() & self._lost_peers.keys() or self._error,
-                remaining(deadline),
-            )
             missing = self._missing()
         if self._error is not None:
             raise self._error
@@ -484,9 +502,27 @@ class ShmEndpoint(SharedEndpoint):
 
     def _first_absent(self) -> int | None:
         """The lowest rank that has not entered the current barrier."""
-        barriers = self.native.state.barriers if self.native is not None else self._barriers
-        absent = [peer for peer in range(self.size) if int(self._barrier_counts[peer][0]) < barriers]
-        return absent[0] if absent else None
+        return next(iter(self._absent(self._barriers_entered)), None)
+
+    def _absent(self, barrier: int) -> list[int]:
+        """The ranks that have not entered the barrier with this number."""
+        return [peer for peer in range(self.size) if int(self._barrier_counts[peer][0]) < barrier]
+
+    @property
+    def _barriers_entered(self) -> int:
+        return self.native.state.barriers if self.native is not None else self._barriers
+
+    def current_wait(self) -> tuple[Sequence[int], Hashable]:
+        barrier = self._barriers_entered
+        if absent := self._absent(barrier):
+            return absent, barrier
+        peers = self._awaited
+        written = [self._outgoing[peer].blocks_written for peer in peers if peer in self._outgoing]
+        return peers, (
+            *peers,
+            *written,
+            *(self._incoming[peer].blocks_read for peer in peers if peer in self._incoming),
+        )
 
     def _check_all_entered(self) -> None:
         """Raises unless every rank has entered the current barrier; a peer may be lost after it entered."""
@@ -520,7 +556,8 @@ class ShmEndpoint(SharedEndpoint):
     def _peer_lost(self, peer: int) -> PeerLost:
         return PeerLost(
             f"rank {self.global_ranks[self.rank]}: {self.describe(peer)} {self._lost_peers[peer]} "
-            f"(communicator {self.communicator}, generation {self.generation})"
+            f"(communicator {self.communicator}, generation {self.generation})",
+            rank=self.global_ranks[peer],
         )
 
     def raise_failure(self) -> None:

@@ -47,6 +47,10 @@ class RingWriter:
         """Whether any message was sent or queued."""
         return self._number > 0 or bool(self.queue)
 
+    @property
+    def blocks_written(self) -> int:
+        return self._number
+
     def push(self) -> bool:
         """Copies queued bytes into the blocks that are free now; whether there were any."""
         assert self.peer_activity is not None, "nothing is sent before the receiver's memory is open"
@@ -95,6 +99,11 @@ class RingReader:
         self._peer_activity = peer_activity
         self._number = 0
         self._unread = memoryview(b"")
+
+    @property
+    def blocks_read(self) -> int:
+        """How many blocks of the sender have been read whole."""
+        return self._number
 
     def open_block(self) -> bool:
         """Opens the block of a post of ``filled`` just acquired; false if the post was only a wake-up."""

@@ -285,10 +285,11 @@ class TcpEndpoint(Endpoint):
             self.link_stats.failed_peer = peer
             raise self.deadline_exceeded(peer, "connecting to") from None
         except PeerLost as error:
-            raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)}: {error}") from None
+            raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)}: {error}", rank=peer) from None
         except (OSError, ValueError) as error:
             self.link_stats.failed_peer = peer
-            raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)} does not answer: {error}") from None
+            text = f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
+            raise self._error or PeerLost(text, rank=peer) from None
         finally:
             self.link_stats.waiting_for, self.link_stats.connecting = (), False
 
@@ -394,7 +395,8 @@ class TcpEndpoint(Endpoint):
                 reason = bytes(link.take(header.length)).decode(errors="replace")
                 if header.kind == FrameKind.MISMATCH:
                     raise self._error or CollectiveMismatch(reason)
-                raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link, {reason}")
+                text = f"rank {self.rank}: {self.describe(peer)} closed its link, {reason}"
+                raise self._error or PeerLost(text, rank=peer)
             self._check_header(peer, link, header)
             if header.call != self.call_check.stamp:
                 raise self.call_check.stamp_mismatch(peer, deadline)
@@ -740,7 +742,7 @@ class TcpEndpoint(Endpoint):
         gave_up = frame is not None and frame[1].startswith(GAVE_UP)
         reason = f", {frame[1]}" if frame and gave_up else f" ({error.strerror})" if error else ""
         where = f"communicator {self.communicator}, generation {self.generation}"
-        return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{reason} ({where})")
+        return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{reason} ({where})", rank=peer)
 
     def _lost_by_lane(self, peer: int, error: OSError | None) -> HoopError:
         """``_lost``, where the closing frame may come a little later: it travels over another connection."""

@@ -11,6 +11,7 @@ no client can exhaust this process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import socket
 import threading
@@ -32,6 +33,7 @@ from hoop.transport.tcp_lanes import sockets_of_environment
 from hoop.transport.tcp_link import HELLO_DAMAGED, closing_frame
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
+log = logging.getLogger("hoop.transport")
 HELLO_TIMEOUT_S = 5.0
 PENDING_TIMEOUT_S = 60.0
 MAX_PENDING = 1024
@@ -182,9 +184,7 @@ class TcpTransport(Transport):
                     self._accept(greeting)
                 elif key.fileobj is self._wakeup:
                     self._wakeup.recv(64)
-                elif (
-                    isinstance(key.data, _PendingConnection) and key.data in greeting and self._read_greeting(key.data)
-                ):
+                elif isinstance(key.data, _PendingConnection) and key.data in greeting and self._greet(key.data):
                     greeting.remove(key.data)
             self._refuse_expired(greeting)
             for endpoint in list(self._endpoints.values()) if self.options.checksum else ():
@@ -220,6 +220,17 @@ class TcpTransport(Transport):
         oldest = greeting.pop(0)
         self._selector.unregister(oldest.sock)
         oldest.sock.close()
+
+    def _greet(self, connection: _PendingConnection) -> bool:
+        """``_read_greeting``; whatever it raises ends this connection, and not the listener."""
+        try:
+            return self._read_greeting(connection)
+        except Exception:
+            log.exception("closing a connection after its greeting: a bug in Hoop")
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(connection.sock)
+            connection.sock.close()
+            return True
 
     def _read_greeting(self, connection: _PendingConnection) -> bool:
         """Reads the next bytes of a greeting; true when it is complete, or the connection has ended."""

@@ -10,6 +10,7 @@ PUBLIC = (
     "channels",
     "frames",
     "job_settings",
+    "repeated_calls",
     "roles",
     "service",
     "tokens",

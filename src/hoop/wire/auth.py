@@ -13,12 +13,14 @@ coordinator's. ``hoop certs`` makes them.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 
@@ -26,6 +28,8 @@ from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, 
 from hoop.topology import Address, Addresses
 from hoop.wire.channels import Options
 from hoop.wire.proofs import (
+    ANSWER_KEY,
+    ASK_PATH,
     CHALLENGE_KEY,
     COORDINATOR_TARGET,
     HEADER,
@@ -130,14 +134,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if role is None:
                 problem = verdict.problem if found else "no token came with this call"
                 lab = _LAB_HELP if of_lab and not found else ""
-                raise Unauthenticated(f"{details.method}: {problem}; {_AUTH_HELP}{lab}")
+                called = "" if details.method == ASK_PATH else f"{details.method}: "
+                raise Unauthenticated(f"{called}{problem}; {_AUTH_HELP}{lab}")
             check_permission(details.method, role)
         except HoopError as error:
             if verdict.challenge:
                 return _rejecting_handler(error, details.method, None, ((CHALLENGE_KEY, verdict.challenge),))
             return _rejecting_handler(error, details.method, self._on_refused if of_lab else None)
         PROVED_DIGEST.set(verdict.proof.digest if verdict.proof is not None else None)
-        return await continuation(details)
+        handler = await continuation(details)
+        return handler if verdict.proof is None else _with_proof(verdict.answer, handler)
 
 
 def _service(method: str) -> str:
@@ -170,8 +176,6 @@ async def _abort(context: Any, error: HoopError, metadata: tuple[tuple[str, str]
 
 def _with_certificate(method: str, handler: Any) -> Any:
     """Wrap ``handler`` so that it first checks the role in the caller's certificate."""
-    if handler is None:
-        return None
 
     async def check_certificate(context: Any) -> None:
         names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
@@ -182,15 +186,34 @@ def _with_certificate(method: str, handler: Any) -> Any:
         except HoopError as error:
             await _abort(context, error)
 
+    return _preceded(check_certificate, handler)
+
+
+def _with_proof(answer: str, handler: Any) -> Any:
+    """Wrap ``handler`` so that its answer proves this server to the caller."""
+
+    async def prove(context: Any) -> None:
+        if handler.response_streaming:
+            await context.send_initial_metadata(((ANSWER_KEY, answer),))
+        else:
+            context.set_trailing_metadata(((ANSWER_KEY, answer),))
+
+    return _preceded(prove, handler)
+
+
+def _preceded(begin: Callable[[Any], Awaitable[None]], handler: Any) -> Any:
+    """A handler that calls ``begin`` with the call's context before ``handler``; None if that is None."""
+    if handler is None:
+        return None
     kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     inner = getattr(handler, kind)
 
     async def unary(request: Any, context: Any) -> Any:
-        await check_certificate(context)
+        await begin(context)
         return await inner(request, context)
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        await check_certificate(context)
+        await begin(context)
         async for response in inner(request, context):
             yield response
 
@@ -204,9 +227,6 @@ def _with_certificate(method: str, handler: Any) -> Any:
 
 def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
-
-
-_HANDSHAKE_MS = 2000
 
 
 @dataclass(frozen=True)
@@ -240,18 +260,15 @@ class Credentials:
 
     def _open(self, library: Any, address: Address | Addresses, to: Role, options: Options) -> Any:
         if self.certificates is None:
-            channel = library.insecure_channel(_target(address), options=options)
+            channel = library.insecure_channel(grpc_target(address), options=options)
             if self.token is None:
                 return channel
             target = COORDINATOR_TARGET if to is Role.COORDINATOR else str(address)
             return ProvedChannel(channel, Prover(self.token, self.role, to, target), library is grpc.aio)
         tls = self.certificates
         secure = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
-        # gRPC's name for the time limit of a connection attempt; a TLS handshake needs longer.
-        connect_timeout = "grpc.min_reconnect_backoff_ms"
-        tls_options: list[tuple[str, Any]] = [option for option in options if option[0] != connect_timeout]
-        tls_options += [(connect_timeout, _HANDSHAKE_MS), ("grpc.ssl_target_name_override", certificate_name(to))]
-        return library.secure_channel(_target(address), secure, options=tls_options)
+        tls_options: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", certificate_name(to))]
+        return library.secure_channel(grpc_target(address), secure, options=tls_options)
 
     # ---- server side
 
@@ -279,11 +296,14 @@ class Credentials:
         return int(server.add_secure_port(str(address), secure))
 
 
-def _target(address: Address | Addresses) -> str:
-    """The gRPC target. Of several addresses gRPC takes the first that accepts, and tries again when that one fails."""
+def grpc_target(address: Address | Addresses) -> str:
+    """The gRPC target, with its scheme: of ``unix:77`` or ``dns:5`` gRPC would take the host for one.
+
+    Of several addresses gRPC takes the first that accepts, and tries again when that one fails.
+    """
     addresses = address.addresses
     if len(addresses) == 1:
-        return str(addresses[0])
+        return _single_target(addresses[0])
     # One gRPC target holds addresses of one family only.
     for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
         try:
@@ -295,8 +315,21 @@ def _target(address: Address | Addresses) -> str:
         except OSError as error:
             reason = error.strerror
             continue
-        return f"{scheme}:{','.join(map(str, resolved))}"
+        return f"{scheme}:{','.join(map(_quoted, resolved))}"
     raise NotFound(f"{address}: neither IPv4 nor IPv6 leads to all of them: {reason}; name them alike")
+
+
+def _single_target(address: Address) -> str:
+    try:
+        version = ipaddress.ip_address(address.host).version
+    except ValueError:
+        return f"dns:///{_quoted(address)}"
+    return f"ipv{version}:{_quoted(address)}"
+
+
+def _quoted(address: Address) -> str:
+    """An address in a URI: the zone of an IPv6 address begins with a percent sign."""
+    return quote(str(address), safe="[]:")
 
 
 def find_credentials(

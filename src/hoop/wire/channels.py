@@ -1,11 +1,10 @@
-"""Options of gRPC channels and servers, streams of requests, and the backoff of a caller that waits for a server."""
+"""Options of gRPC channels and servers, and the backoff of a caller that waits for a server."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator
 
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address, Addresses
@@ -18,33 +17,44 @@ STAGING_PREFIX = "hoop.staging."
 """Beginning of the names of staging buffers. The client's session id follows; the buffers are freed when that client
 ends."""
 
-CONNECT_MS = 2000
-"""Milliseconds that one connection attempt may take, up to the first frame from the server; also the limit of a
-ping."""
-
+LEASE_S = 1.5
+"""Default lease of devices where processes are on several hosts (``membership.heartbeats``)."""
+LOCAL_LEASE_S = 20.0
+"""Default lease on one machine: a process that ends is known there at once, and one that waits for a core is not dead.
+"""
+MIN_TIMEOUT_S = 2.0
+"""Shortest time limit of a connection attempt and of a ping, however short the lease."""
+MIN_PING_INTERVAL_S = 1.0
 HANDSHAKE_MS = 5000
-"""Milliseconds that a server gives to the beginning of a connection; a client gives up after CONNECT_MS."""
+"""Milliseconds that a server gives to the beginning of a connection; a client gives up after a lease."""
 IDLE_MS = 300_000
 """Milliseconds without calls after which a server closes a connection. Its client opens another one with the next
 call."""
 
 Options = list[tuple[str, int]]
-T = TypeVar("T")
 
 
-def channel_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
+def default_lease_s(address: Address | Addresses) -> float:
+    """The lease of a cluster whose coordinator is at this address, unless its user has given another."""
+    return LOCAL_LEASE_S if all(endpoint.is_loopback for endpoint in address.addresses) else LEASE_S
+
+
+def channel_options(lease_s: float, max_message: int = MAX_MESSAGE_BYTES) -> Options:
+    """Options of a channel in a cluster with this lease: a peer that is silent for less keeps its connection."""
+    timeout_ms = round(1000 * max(MIN_TIMEOUT_S, lease_s))
+    interval_ms = round(1000 * max(MIN_PING_INTERVAL_S, lease_s / 4))
     # A stopped peer keeps its socket open; without ping_timeout_ms gRPC notices after a minute.
     return [
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 2000),
-        ("grpc.http2.ping_timeout_ms", 2000),
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # gRPC's name for the limit of one connection attempt. A server whose process waits for a core is not dead.
-        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
+        ("grpc.min_reconnect_backoff_ms", timeout_ms),
         # Well within the lease in which devices must reconnect to a restarted coordinator.
         ("grpc.max_reconnect_backoff_ms", 250),
         ("grpc.enable_http_proxy", 0),
@@ -74,20 +84,11 @@ def server_options(max_message: int = MAX_MESSAGE_BYTES, max_connections: int | 
     ]
 
 
-class Repeatable(Generic[T]):
-    """A stream of requests that can be sent again. ``iter`` starts it anew; gRPC's own channels call ``next``."""
-
-    def __init__(self, start: Callable[[], Iterator[T]]) -> None:
-        self._start = start
-        self._only: Iterator[T] | None = None
-
-    def __iter__(self) -> Iterator[T]:
-        return self._start()
-
-    def __next__(self) -> T:
-        if self._only is None:
-            self._only = self._start()
-        return next(self._only)
+NO_COORDINATOR = (
+    "Is a coordinator running there, and does no firewall block its port? hoop up starts a cluster on this machine, "
+    "hoop coordinator one that others join"
+)
+"""Remedy if a coordinator does not answer."""
 
 
 class Backoff:
@@ -98,8 +99,10 @@ class Backoff:
 
     INITIAL_S, MAX_S = 0.05, 1.0
 
-    def __init__(self, peer: str, address: Address | Addresses, timeout_s: float) -> None:
+    def __init__(self, peer: str, address: Address | Addresses, timeout_s: float, remedy: str = "") -> None:
+        """``remedy``: what the user can do about it, for the error."""
         self.peer = peer
+        self.remedy = remedy
         self.address = address
         self.timeout_s = timeout_s
         self._started = time.monotonic()
@@ -125,5 +128,5 @@ class Backoff:
         waited = time.monotonic() - self._started
         return DeadlineExceeded(
             f"{self.peer} at {self.address} did not answer within {waited:.1f} s "
-            f"({self._attempts} tries): {self._reason}"
+            f"({self._attempts} tries): {self._reason}{f'. {self.remedy}' if self.remedy else ''}"
         )

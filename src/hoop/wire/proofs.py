@@ -1,12 +1,15 @@
-"""Proofs of calls: a caller with a token proves its role for one call to one server, and never sends a secret.
+"""Proofs of calls: caller and server prove to each other, for each call, that they have the cluster's keys. No secret
+is sent, no request before the server has proven itself, and no answer counts without its proof.
 
-    caller ── call, proof without a challenge ───▶ server      the first call of a channel
+    caller ── Ask, nonce ────────────────────────▶ server      unless it has proven itself within the last second
            ◀── UNAUTHENTICATED, challenge, mac ───             random, of this process; its mac proves the server's key
-           ── the call again, proof ─────────────▶             and all later calls of the channel
+           ── call, proof ───────────────────────▶             and all calls of the next second
+           ◀── answer, mac of the proof ──────────             in its trailing or, for a stream, initial metadata
 
 A proof is HMAC(key of caller's and server's role; method, target, challenge, nonce, digest of the request). So it is
 valid once, for this request, at the server process that made the challenge. The target is the advertised address of a
 device; a coordinator, which callers may know by several addresses, is just that. No validity depends on a clock.
+A channel connects again by itself: so a server's proof holds for ``FRESH_S``, and a call that fails ends it.
 
 ``Prover`` is the caller's side, ``Verifier`` the server's; ``ProvedChannel`` and ``auth`` carry the texts over gRPC.
 """
@@ -24,7 +27,6 @@ from typing import Any, NamedTuple
 import grpc
 
 from hoop.signals import defer_signals
-from hoop.wire.channels import Repeatable
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token
 
@@ -35,7 +37,8 @@ COORDINATOR_TARGET = "coordinator"
 CALLS = 16384
 """Number of calls after which a server makes a new challenge; the one before is valid until then."""
 FRESH_S = 1.0
-"""Seconds in which a server cannot make a new challenge: one call takes it longer than FRESH_S / CALLS, 61 us."""
+"""Seconds for which a server that has proven itself is not asked again. It cannot make a new challenge in this time:
+one call takes it longer than FRESH_S / CALLS, 61 us."""
 
 _HEX = 32
 """Hexadecimal digits of a challenge and of a nonce, which are random."""
@@ -44,6 +47,8 @@ ASK_PATH = "/hoop.v1.Challenge/Ask"
 """Path of a method that no server has. A server that checks proofs answers with its challenge."""
 CHALLENGE_KEY = "hoop-challenge"
 """Key of the trailing metadata in which a server sends its challenge."""
+ANSWER_KEY = "hoop-proof"
+"""Key of the metadata in which a server proves itself with an answer."""
 
 
 class Proof(NamedTuple):
@@ -73,32 +78,74 @@ def _challenge_mac(key: bytes, target: str, challenge: str, nonce: str) -> str:
     return _mac(key, "hoop v1 challenge", target, challenge, nonce)
 
 
+def answer_mac(key: bytes, method: str, proof: Proof) -> str:
+    """What only a server with the key can answer to a call with this proof."""
+    return _mac(key, "hoop v1 answer", method, *proof)
+
+
+class Unproven(grpc.RpcError):
+    """A call was answered by a process that does not prove that it has the cluster's key."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self._details = (
+            f"the process that answers for {target} has not proven that it belongs to this cluster: another one may "
+            "have its port, or the server has no token (--insecure; then unset HOOP_TOKEN and HOOP_TOKEN_FILE)"
+        )
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAUTHENTICATED
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
+    def __str__(self) -> str:
+        return self._details
+
+
 class Prover:
-    """Makes the proofs of the calls to one server."""
+    """Makes the proofs of the calls to one server, and checks the server's."""
 
     def __init__(self, token: Token, role: Role, to: Role, target: str) -> None:
         self._key, self._role, self._target = token.key(role, to), role.value, target
         self._challenge = NOTHING
-        self._learned = 0.0
+        self._proven = 0.0
+        """When the server last proved itself."""
 
-    def prove(self, method: str, request: bytes | None) -> tuple[Proof, str]:
+    @property
+    def challenge(self) -> str:
+        """The challenge of a server that proved itself within the last ``FRESH_S`` seconds, else ``NOTHING``."""
+        return self._challenge if time.monotonic() - self._proven < FRESH_S else NOTHING
+
+    def prove(self, method: str, request: bytes | None, challenge: str) -> tuple[Proof, str]:
         """The proof of a call, and the text to send; ``request`` None: a stream."""
         content = NOTHING if request is None else digest(request)
-        proof = Proof(self._role, self._target, self._challenge, secrets.token_hex(_HEX // 2), content)
+        proof = Proof(self._role, self._target, challenge, secrets.token_hex(_HEX // 2), content)
         return proof, " ".join((SCHEME, *proof, _call_mac(self._key, method, proof)))
 
-    def learn(self, proof: Proof, answer: str) -> bool:
-        """Take the challenge in the server's refusal of ``proof``. Whether the call can be made again with it."""
+    def learn(self, proof: Proof, answer: str) -> str:
+        """The challenge in the server's refusal of ``proof``; empty: the server has not proven itself with it."""
         challenge, _, mac = answer.partition(" ")
         expected = _challenge_mac(self._key, self._target, challenge, proof.nonce)
         if not hmac.compare_digest(mac.encode(), expected.encode()):
-            return False  # not a server of this cluster
-        self._challenge, self._learned = challenge, time.monotonic()
-        return True
+            return ""  # not a server of this cluster
+        self._challenge, self._proven = challenge, time.monotonic()
+        return challenge
 
-    def is_fresh(self) -> bool:
-        """Whether the server's process, if it is still the same, surely knows the challenge."""
-        return self._challenge != NOTHING and time.monotonic() - self._learned < FRESH_S
+    def check(self, method: str, proof: Proof, metadata: Any) -> None:
+        """Raise ``Unproven`` unless this metadata of an answer proves the server."""
+        mac = next((str(value) for key, value in metadata or () if key == ANSWER_KEY), "")
+        if not hmac.compare_digest(mac.encode(), answer_mac(self._key, method, proof).encode()):
+            raise self.unproven()
+        if proof.challenge == self._challenge:
+            self._proven = time.monotonic()
+
+    def unproven(self) -> Unproven:
+        self.forget()
+        return Unproven(self._target)
 
     def forget(self) -> None:
         """The server may be another process now."""
@@ -112,6 +159,8 @@ class ProofResult(NamedTuple):
     problem: str = ""
     challenge: str = ""
     """Challenge to send to the caller, which can then make the call again."""
+    answer: str = ""
+    """What proves the server to the caller."""
 
 
 class Verifier:
@@ -144,7 +193,7 @@ class Verifier:
         used.add(proof.nonce)
         if proof.challenge == self._challenge and len(used) >= self._calls:
             self._renew()
-        return ProofResult(proof)
+        return ProofResult(proof, answer=answer_mac(key, method, proof))
 
     def _renew(self) -> None:
         before, self._challenge = self._challenge, secrets.token_hex(_HEX // 2)
@@ -157,17 +206,19 @@ class Verifier:
 class ProvedChannel:
     """Wraps a channel of ``grpc``, or with ``is_async`` of ``grpc.aio``: its methods that stubs and callers use.
 
-    A server that does not know the challenge of a proof refuses the call before it reads a message; the call is then
-    made again, once, with the challenge of the refusal. So a stream of requests must be ``Repeatable``. With
-    ``grpc.aio`` a refusal during a stream of requests can be lost: there such a call asks for the challenge first, and
-    is made once.
+    A call asks for the server's challenge first, unless the server has just proven itself. A call with a single request
+    that the server refuses for its challenge, because it was restarted since, is made again, once; one with a stream of
+    requests always asks, and is made once.
     """
 
     def __init__(self, channel: Any, prover: Prover, is_async: bool) -> None:
         self._channel, self._prover = channel, prover
-        self._ask = channel.unary_unary(ASK_PATH) if is_async else None
         self._unary: type[_Method] = _AsyncUnaryMethod if is_async else _UnaryMethod
         self._stream: type[_Method] = _AsyncStreamMethod if is_async else _StreamMethod
+        self._asks: dict[type[_Method], Any] = {
+            self._unary: channel.unary_unary(ASK_PATH),
+            self._stream: channel.unary_stream(ASK_PATH),
+        }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
@@ -176,17 +227,22 @@ class ProvedChannel:
 
     def unary_unary(self, path: str, request_serializer: Any = None, *rest: Any, **options: Any) -> Any:
         call = self._channel.unary_unary(path, None, *rest, **options)
-        return self._unary(call, self._prover, path, request_serializer or bytes)
+        return self._method(self._unary, call, path, request_serializer or bytes)
 
     def unary_stream(self, path: str, request_serializer: Any = None, *rest: Any, **options: Any) -> Any:
         call = self._channel.unary_stream(path, None, *rest, **options)
-        return self._stream(call, self._prover, path, request_serializer or bytes)
+        return self._method(self._stream, call, path, request_serializer or bytes)
 
     def stream_unary(self, path: str, *rest: Any, **options: Any) -> Any:
-        return self._unary(self._channel.stream_unary(path, *rest, **options), self._prover, path, ask=self._ask)
+        return self._method(self._unary, self._channel.stream_unary(path, *rest, **options), path)
 
     def stream_stream(self, path: str, *rest: Any, **options: Any) -> Any:
-        return self._stream(self._channel.stream_stream(path, *rest, **options), self._prover, path, ask=self._ask)
+        return self._method(self._stream, self._channel.stream_stream(path, *rest, **options), path)
+
+    def _method(
+        self, kind: type[_Method], call: Any, path: str, serialize: Callable[[Any], bytes] | None = None
+    ) -> _Method:
+        return kind(call, self._asks[kind], self._prover, path, serialize)
 
     def __enter__(self) -> ProvedChannel:
         self._channel.__enter__()
@@ -203,70 +259,97 @@ class ProvedChannel:
         await self._channel.__aexit__(*error)
 
 
-class _Attempts:
-    """The attempts of one call: two, or one if it has a stream of requests that cannot be sent again."""
-
-    def __init__(self, call: Any, prover: Prover, path: str, request: Any, options: dict[str, Any]) -> None:
-        """``request`` is bytes, or a stream."""
-        self._call, self._prover, self._path = call, prover, path
-        self._request, self._options = request, options
-        self._proof: Proof | None = None
-        self._last = False
-
-    def start(self) -> Any:
-        request = self._request
-        self._proof, text = self._prover.prove(self._path, request if isinstance(request, bytes) else None)
-        stream = isinstance(request, Repeatable)
-        return self._call(iter(request) if stream else request, metadata=((HEADER, text),), **self._options)
-
-    def end(self) -> None:
-        """There is no further attempt."""
-        self._last = True
-
-    def repeats(self, refusal: Any) -> bool:
-        """Whether the call must be started again: the server refused it, and sent its challenge."""
-        if self._last or refusal.code() != grpc.StatusCode.UNAUTHENTICATED:
-            return False
-        assert self._proof is not None, "the call was started"
-        found = [str(value) for key, value in refusal.trailing_metadata() or () if key == CHALLENGE_KEY]
-        self._last = True
-        return bool(found) and self._prover.learn(self._proof, found[0])
-
-
 class _Method:
     """A method of a server. Each call of it is the calls of one ``_Attempts``."""
 
     def __init__(
-        self,
-        call: Any,
-        prover: Prover,
-        path: str,
-        serialize: Callable[[Any], bytes] | None = None,
-        ask: Any = None,
+        self, call: Any, ask: Any, prover: Prover, path: str, serialize: Callable[[Any], bytes] | None
     ) -> None:
-        """``serialize`` None: the request is a stream, before which ``ask``, if given, gets the challenge."""
-        self._call, self._prover, self._path, self._serialize, self._ask = call, prover, path, serialize, ask
+        """``ask`` asks for the server's challenge. ``serialize`` None: the request is a stream."""
+        self.call, self.ask, self.prover, self.path, self._serialize = call, ask, prover, path, serialize
 
-    def attempts(self, request: Any, options: dict[str, Any], call: Any = None) -> _Attempts:
-        content = request if self._serialize is None else self._serialize(request)
-        return _Attempts(call or self._call, self._prover, self._path, content, options)
+    def attempts(self, request: Any, options: dict[str, Any]) -> _Attempts:
+        return _Attempts(self, request if self._serialize is None else self._serialize(request), options)
 
     def __call__(self, request: Any, **options: Any) -> Any:
         raise NotImplementedError
 
 
+class _Attempts:
+    """The attempts of one call: it asks for the server's challenge if it must, and then makes the call."""
+
+    MOST = 3
+    """Three attempts: the question; the call, which a restarted server refuses for its challenge; the call again."""
+
+    def __init__(self, method: _Method, request: Any, options: dict[str, Any]) -> None:
+        """``request`` is bytes, or a stream."""
+        self._method, self._request, self._options = method, request, options
+        timeout = options.get("timeout")
+        self._until = None if timeout is None else time.monotonic() + timeout
+        self._single = isinstance(request, bytes)
+        self._made, self._asking, self._proven = 0, False, False
+        self._learned = ""
+        """The challenge that the last attempt got."""
+        self._proof: Proof | None = None
+
+    def start(self, kind: Callable[[Any], Any] = lambda call: call) -> Any:
+        """Begin the next attempt; ``kind`` selects the way in which it is called."""
+        prover, method = self._method.prover, self._method
+        challenge = self._learned or (prover.challenge if self._single else NOTHING)
+        self._asking = challenge == NOTHING
+        self._made += 1
+        path, call, request = method.path, method.call, self._request
+        if self._asking:
+            path, call, request, challenge = ASK_PATH, method.ask, b"", NOTHING
+        self._proof, text = prover.prove(path, request if isinstance(request, bytes) else None, challenge)
+        options = self._options
+        if self._until is not None:
+            options = {**options, "timeout": max(0.0, self._until - time.monotonic())}
+        return kind(call)(request, metadata=((HEADER, text),), **options)
+
+    def repeats(self, refusal: Any) -> bool:
+        """Whether there must be another attempt: this one was refused, and the server has sent its challenge."""
+        if self._proven:
+            return False
+        assert self._proof is not None, "the call was started"
+        self._method.prover.forget()
+        if refusal.code() != grpc.StatusCode.UNAUTHENTICATED or self._made >= self.MOST:
+            return False
+        answer = next((str(value) for key, value in refusal.trailing_metadata() or () if key == CHALLENGE_KEY), "")
+        self._learned = self._method.prover.learn(self._proof, answer)
+        return bool(self._learned) and (self._asking or self._single)
+
+    def failure(self, error: Any) -> Any:
+        """What to raise for the failed attempt: another program does not know the question."""
+        unknown = self._asking and error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.OK)
+        return self._method.prover.unproven() if unknown else error
+
+    def check(self, metadata: Any) -> None:
+        """Raise ``Unproven`` unless the answer, whose metadata these are, is the server's. No attempt follows."""
+        if self._proven:
+            return
+        if self._asking:
+            raise self._method.prover.unproven()
+        assert self._proof is not None, "the call was started"
+        self._method.prover.check(self._method.path, self._proof, metadata)
+        self._proven = True
+
+
 class _UnaryMethod(_Method):
     def __call__(self, request: Any, **options: Any) -> Any:
         attempts = self.attempts(request, options)
-        try:
-            return attempts.start()
-        except grpc.RpcError as error:
-            if not attempts.repeats(error):
-                raise
-        return attempts.start()
+        while True:
+            try:
+                answer, call = attempts.start(lambda method: method.with_call)
+            except grpc.RpcError as error:
+                if not attempts.repeats(error):
+                    raise attempts.failure(error) from None
+                continue
+            attempts.check(call.trailing_metadata())
+            return answer
 
     def future(self, request: Any, **options: Any) -> Any:
-        return _Future(self.attempts(request, options, self._call.future))
+        return _Future(self.attempts(request, options))
 
 
 class _StreamMethod(_Method):
@@ -274,56 +357,35 @@ class _StreamMethod(_Method):
         return _Answers(self.attempts(request, options))
 
 
-class _AsyncMethod(_Method):
-    async def ready_attempts(self, request: Any, options: dict[str, Any]) -> _Attempts:
-        attempts = self.attempts(request, options)
-        if self._ask is not None:
-            attempts.end()
-            if not self._prover.is_fresh():
-                await self._ask_challenge(options.get("timeout"))
-        return attempts
-
-    async def _ask_challenge(self, timeout: float | None) -> None:
-        self._prover.forget()
-        asking = _Attempts(self._ask, self._prover, ASK_PATH, b"", {"timeout": timeout})
-        try:
-            await asking.start()
-        except grpc.RpcError as error:
-            asking.repeats(
-                error
-            )  # without a challenge the server checks no proofs, or the call will fail like this one
-
-    def failed(self, attempts: _Attempts, error: grpc.RpcError) -> bool:
-        """Whether the call must be started again."""
-        if self._ask is not None:
-            self._prover.forget()
-        return attempts.repeats(error)
-
-
-class _AsyncUnaryMethod(_AsyncMethod):
+class _AsyncUnaryMethod(_Method):
     async def __call__(self, request: Any, **options: Any) -> Any:
-        attempts = await self.ready_attempts(request, options)
-        try:
-            return await attempts.start()
-        except grpc.RpcError as error:
-            if not self.failed(attempts, error):
-                raise
-        return await attempts.start()
+        attempts = self.attempts(request, options)
+        while True:
+            call = attempts.start()
+            try:
+                answer = await call
+            except grpc.RpcError as error:
+                if not attempts.repeats(error):
+                    raise attempts.failure(error) from None
+                continue
+            attempts.check(await call.trailing_metadata())
+            return answer
 
 
-class _AsyncStreamMethod(_AsyncMethod):
+class _AsyncStreamMethod(_Method):
     async def __call__(self, request: Any, **options: Any) -> AsyncIterator[Any]:
-        attempts = await self.ready_attempts(request, options)
+        attempts = self.attempts(request, options)
         while True:
             call = attempts.start()
             try:
                 async for answer in call:
-                    attempts.end()
+                    attempts.check(await call.initial_metadata())
                     yield answer
+                attempts.check(await call.initial_metadata())
                 return
             except grpc.RpcError as error:
-                if not self.failed(attempts, error):
-                    raise
+                if not attempts.repeats(error):
+                    raise attempts.failure(error) from None
             finally:
                 call.cancel()
 
@@ -337,7 +399,7 @@ class _Future:
         self._start()
 
     def _start(self) -> None:
-        self._call = self._attempts.start()
+        self._call = self._attempts.start(lambda method: method.future)
         self._call.add_done_callback(self._on_end)
 
     def _on_end(self, call: Any) -> None:
@@ -352,7 +414,12 @@ class _Future:
     def result(self, timeout: float | None = None) -> Any:
         if not self._ended.wait(timeout):
             raise grpc.FutureTimeoutError
-        return self._call.result()
+        try:
+            answer = self._call.result()
+        except grpc.RpcError as error:
+            raise self._attempts.failure(error) from None
+        self._attempts.check(self._call.trailing_metadata())
+        return answer
 
 
 class _Answers:
@@ -367,15 +434,26 @@ class _Answers:
         return self
 
     def __next__(self) -> Any:
-        try:
-            answer = next(self._call)
-        except grpc.RpcError as error:
-            if not self._attempts.repeats(error):
+        while True:
+            try:
+                answer = next(self._call)
+                break
+            except StopIteration:
+                self._check()
                 raise
-            self._start_again()
-            return next(self._call)
-        self._attempts.end()
+            except grpc.RpcError as error:
+                if not self._attempts.repeats(error):
+                    raise self._attempts.failure(error) from None
+                self._start_again()
+        self._check()
         return answer
+
+    def _check(self) -> None:
+        try:
+            self._attempts.check(self._call.initial_metadata())
+        except Unproven:
+            self._call.cancel()
+            raise
 
     def _start_again(self) -> None:
         with defer_signals():
@@ -393,8 +471,8 @@ class _Answers:
         def on_end(call: Any) -> None:
             if self._attempts.repeats(call):
                 self._start_again()
-                self._call.add_done_callback(callback)
+                self._call.add_done_callback(on_end)
             else:
-                callback(call)
+                callback(self._attempts.failure(call))
 
         self._call.add_done_callback(on_end)

@@ -34,6 +34,7 @@ from hoop.texts import printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.proofs import digest
+from hoop.wire.repeated_calls import AnswersOnce
 
 log = logging.getLogger("hoop.wire")
 MAX_RECEIVING = 4
@@ -71,6 +72,8 @@ class Receiving:
         """Requests that arrive now, the oldest first."""
         self._waiting = 0
         """Number of requests that wait for a slot."""
+        self.answers = AnswersOnce()
+        """The server's calls that may arrive again."""
 
     @property
     def count(self) -> int:
@@ -136,6 +139,7 @@ def device_message(info: DeviceInfo) -> pb.DeviceDescription:
         python_version=info.python_version,
         gpu=printable(info.gpu, 128),
         processor=printable(info.processor, 128),
+        process=printable(info.process, 128),
     )
 
 
@@ -146,7 +150,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
             f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
         )
     texts = {"incarnation": (message.incarnation, 1, 64), "host": (message.host, 0, 256)}
-    texts["processor"] = message.processor, 0, 128
+    texts |= {"processor": (message.processor, 0, 128), "process": (message.process, 0, 128)}
     texts |= {name: (getattr(message, name), 0, 64) for name in ("hoop_version", "torch_version", "python_version")}
     texts["gpu"] = message.gpu, 0, 128
     for name, (text, least, most) in texts.items():
@@ -173,6 +177,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         python_version=message.python_version,
         gpu=message.gpu,
         processor=message.processor,
+        process=message.process,
     )
 
 
@@ -253,14 +258,15 @@ class _ServiceHandler(grpc.ServiceRpcHandler):  # type: ignore[type-arg]
 
 
 def status_of(error: grpc.RpcError) -> str:
-    """The details of a failed call, else its status name, as printable text."""
-    return printable(error.details() or error.code().name, _MAX_DETAILS)
+    """The details of a failed call, else its status name, as printable text, without gRPC's preamble."""
+    details = error.details() or error.code().name
+    return printable(details.removeprefix("failed to connect to all addresses; last error: "), _MAX_DETAILS)
 
 
 def translate(error: grpc.RpcError, peer: str = "") -> HoopError:
     """Convert a failed call to a Hoop error; ``peer`` is the prefix of its text."""
     details = error.details() or "no reason given"
-    message = f"{peer}: {details}" if peer else details
+    message = f"{peer}: {details}" if peer and not details.startswith(f"{peer}:") else details
     if not _error_class(error) and error.code() in _NON_HOOP_STATUSES:
         return PeerLost(f"{message} (no answer of a Hoop server: {error.code().name})")
     if not _error_class(error) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
@@ -271,6 +277,11 @@ def translate(error: grpc.RpcError, peer: str = "") -> HoopError:
 def unreachable(error: grpc.RpcError) -> bool:
     """Whether the transport failed, rather than the server answering with an error."""
     return not _error_class(error) and error.code() in _TRANSPORT_STATUSES
+
+
+def connection_broke(error: grpc.RpcError) -> bool:
+    """Whether the call may be made again: its connection broke, or was not there, and its deadline is not over."""
+    return unreachable(error) and error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def was_cancelled(error: grpc.RpcError) -> bool:
@@ -312,7 +323,9 @@ def _handler(method: Any, answer: Callable[..., Any], receiving: Receiving, on_r
     async def unary(request: Any, context: Any) -> Any:
         _CALLER.set(context.peer())
         try:
-            return await answer(parse_all(request) if method.client_streaming else await parse_one(context))
+            if method.client_streaming:
+                return await answer(parse_all(request))
+            return await receiving.answers.answer(method.full_name, await parse_one(context), answer)
         except Exception as error:
             if on_refused is not None and isinstance(error, UserError):
                 on_refused(method.name, calling_host(), error.code, str(error))

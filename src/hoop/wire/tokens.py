@@ -19,7 +19,8 @@ A coordinator on loopback that was given no credentials makes a join token for t
 
 RUNTIME is ``$XDG_RUNTIME_DIR/hoop``, or ``hoop-UID`` in the folder for temporary files. The folder (mode 700) and the
 files (mode 600) must be this user's, and no link is followed. A coordinator with a journal keeps its token with it, so
-that devices and clients that live on are accepted by its successor, also at another port.
+that devices and clients that live on are accepted by its successor, also at another port. RUNTIME/ranks.token is no
+coordinator's: ranks of ``torch.distributed`` that were given no token prove their links with it (``token_of_user``).
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ _DEVICE_PARTS = 5
 link key."""
 _DEVICE_PARTS_0_1 = 4
 _SUFFIX = ".token"
-_REMEDY = "set XDG_RUNTIME_DIR to a folder of yours, or give --token-file FILE (hoop token FILE makes one)"
+RUN_VARIABLE = "HOOP_RUN_TOKEN"
+"""Environment variable with the token that ``hoop run`` makes for its coordinator and its ranks."""
+_REMEDY = (
+    "set XDG_RUNTIME_DIR to a folder of yours, or give --token-file FILE or HOOP_TOKEN_FILE=FILE (hoop token FILE "
+    "makes one)"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,10 +195,15 @@ def read_credential(path: Path, max_bytes: int, private: bool = True) -> bytes:
 
 def check_private(path: Path, found: os.stat_result) -> None:
     """Raise InvalidArgument if other users can read or change the file of a secret."""
-    if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in (os.geteuid(), 0):
         raise InvalidArgument(
-            f"{path}: user {found.st_uid} owns it with mode {stat.S_IMODE(found.st_mode):o}, and others than you can "
-            f"read or change it; make it yours alone: chmod 600 {path}"
+            f"{path}: it belongs to user {found.st_uid}, who can change it; name a file of yours, or copy it to one: "
+            f"install -m 600 {path} COPY"
+        )
+    if found.st_mode & 0o077:
+        raise InvalidArgument(
+            f"{path}: others than you can read or change it, with mode {stat.S_IMODE(found.st_mode):o}; make it "
+            f"yours alone: chmod 600 {path}"
         )
 
 
@@ -238,6 +249,15 @@ def find_token(address: Address | Addresses) -> Token | None:
         found = (_read(descriptor, folder, _name(one.port)) for one in addresses)
         text = next(filter(None, found), None)
     return None if text is None else _parse(text, folder)
+
+
+def token_of_user() -> Token:
+    """The token of all processes of this user on this machine, made by the first that asks; it stays for the next."""
+    folder = runtime_folder()
+    with _opened(folder, create=True) as descriptor:
+        assert descriptor is not None, "it was made"
+        text = _keep(descriptor, folder, f"ranks{_SUFFIX}", new_token())
+    return _parse(text, folder)
 
 
 @dataclass
@@ -348,10 +368,14 @@ def _opened(folder: Path, create: bool) -> Iterator[int | None]:
         ) from None
     try:
         found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if found.st_uid != os.geteuid():
             raise FailedPrecondition(
-                f"{folder}: user {found.st_uid} owns it with mode {stat.S_IMODE(found.st_mode):o}, and tokens need a "
-                f"folder of yours alone: chmod 700 {folder}, or {_REMEDY}"
+                f"{folder}: user {found.st_uid} owns it, and tokens need a folder of yours alone: {_REMEDY}"
+            )
+        if found.st_mode & 0o077:
+            raise FailedPrecondition(
+                f"{folder}: others can use it with mode {stat.S_IMODE(found.st_mode):o}, and tokens need a folder of "
+                f"yours alone: chmod 700 {folder}, or {_REMEDY}"
             )
         yield descriptor
     finally:

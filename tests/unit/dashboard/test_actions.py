@@ -48,6 +48,10 @@ class RecordingActor:
         return ("<b>report</b>",)
 
 
+class StoppingActor(RecordingActor):
+    actions = (Action.KILL, Action.STOP, Action.CONTINUE)
+
+
 @pytest.fixture
 def queue_of() -> Iterator[Callable[[Any], ActionQueue]]:
     made: list[ActionQueue] = []
@@ -106,6 +110,31 @@ def test_a_click_is_carried_out_and_its_outcome_shown(queue_of: Callable[[Any], 
     assert "kill of 2" in found
     assert "leave: it is the last one" in found
     assert "&lt;b&gt;report" in found
+
+
+def test_the_menu_leaves_a_device_that_died_and_keeps_one_that_was_stopped_here(
+    queue_of: Callable[[Any], ActionQueue],
+) -> None:
+    queue = queue_of(StoppingActor())
+    states = {1: DeviceState.TRAINING, 2: DeviceState.TRAINING, 3: DeviceState.TRAINING}
+
+    def read() -> ClusterView:
+        return ClusterView(devices=tuple(DeviceView(one, "a", "", 1, str(one), state) for one, state in states.items()))
+
+    document = Document()
+    shown = Page(document, read, actions=queue)
+    (chosen,) = document.select({"name": "action-device"})
+    assert chosen.value == "1"
+    states[1] = DeviceState.DEAD
+    shown.update()
+    assert chosen.value == "2", "the menu stayed on device 1 (dead)"
+    click(document, "action-stop")
+    states[2] = DeviceState.DEAD
+    shown.update()
+    assert chosen.value == "2", "it can be continued"
+    chosen.value = "1"
+    shown.update()
+    assert chosen.value == "1", "a dead device can be chosen"
 
 
 def test_with_confirmation_nothing_happens_before_it(queue_of: Callable[[Any], ActionQueue]) -> None:

@@ -209,7 +209,8 @@ def test_a_tab_is_made_when_it_is_first_shown_and_kept() -> None:
     events = document.select_one({"name": "event-table"})
     page._choose("Cluster")
     page._choose("Job")
-    assert {"ring", "workers", "event-table"} <= names_in(document)
+    assert {"ring", "job-text", "event-table"} <= names_in(document)
+    assert not {"workers", "traffic", "loss"} & names_in(document), "no box without rows"
     assert [one.visible for one in page._place.children] == [False, False, True]
     page._choose("Events")
     assert document.select_one({"name": "event-table"}) is events

@@ -10,7 +10,7 @@ from hoop import job_events as ev
 from hoop.dashboard import view as views
 from hoop.dashboard.curve import Curve
 from hoop.dashboard.job_view import MAX_CHECKPOINTS, JobView, after_event, with_settings
-from hoop.dashboard.marks import MarkKind, line_of_job_event, mark_of_job_event
+from hoop.dashboard.marks import Mark, MarkKind, count_happenings, line_of_job_event, mark_of_event, mark_of_job_event
 from hoop.dashboard.view import ClusterView, DeviceState
 from hoop.events import Event
 from hoop.job_events import JobEvent, Observed
@@ -180,3 +180,58 @@ def test_steps_are_curves_and_not_lines() -> None:
     line = line_of_job_event(Observed(ev.DeviceLost(2, "gone")), 1)
     assert line is not None
     assert line.text == "device 2 was lost: gone"
+
+
+def test_a_device_that_is_gone_sends_nothing() -> None:
+    """While a job waits, its dead device has a rank: the page showed its bytes a second for minutes."""
+    running = pb.Job(id=3, device_ids=[1], status="running")
+    activity = pb.TaskActivity(job_id=3, at_s=1.0, steps=1)
+    alive = views.with_status(ClusterView(), status(member(1, activities=[activity]), jobs=(running,)), 1.0)
+    assert alive.workers(3)
+    dead = views.with_status(alive, status(member(1, "dead", activities=[activity]), jobs=(running,)), 2.0)
+    assert [(one.state, one.activity) for one in dead.devices] == [(DeviceState.DEAD, None)]
+    assert not dead.workers(3)
+
+
+def marks_of_a_kill_and_an_added_device() -> list[Mark]:
+    """As a cluster of three devices reports them."""
+    events = [
+        Event(1, 0.0, "coordinator_started", "coordinator", {}),
+        *(
+            Event(1 + one, 0.5 * one, "device_joined", f"device {one} joined", {"device": str(one)})
+            for one in (1, 2, 3)
+        ),
+        Event(5, 5.0, "job_started", "job 1 on devices 1, 2, 3", {}),
+        Event(6, 20.0, "device_suspect", "device 3: its heartbeat link closed", {"device": "3"}),
+        Event(7, 20.1, "device_dead", "device 3 is dead", {"device": "3"}),
+        Event(8, 20.1, "links_failed", "at generation 1: rank 2 is gone", {}),
+        Event(9, 20.2, "communicator_rebuilt", "at generation 2", {}),
+        Event(10, 40.0, "device_joined", "device 4 joined", {"device": "4"}),
+        Event(11, 45.0, "communicator_rebuilt", "at generation 3", {}),
+    ]
+    observed = [
+        Observed(ev.DeviceLost(device=3, text="gone"), time=20.15),
+        Observed(ev.Recovered(step=9, pause_s=0.1, text="", missing=[], ranks=2, generation=2), time=20.3),
+        Observed(ev.StateLoaded(step=30, device=4, source="device 1"), time=45.1),
+        Observed(ev.Resized(step=30, pause_s=0.1, text="", missing=[], ranks=3, generation=3), time=45.2),
+    ]
+    found = [*map(mark_of_event, events), *(mark_of_job_event(one, 1) for one in observed)]
+    return [mark for mark in found if mark is not None]
+
+
+def test_one_kill_and_one_added_device_are_one_fault_one_recovery_and_one_join() -> None:
+    """The timeline counted 3 faults, 4 recoveries and 7 joins: each by as many processes as report it."""
+    counts = count_happenings(marks_of_a_kill_and_an_added_device())
+    assert {kind: count for kind, count in counts.items() if count} == {
+        MarkKind.FAULT: 1,
+        MarkKind.RECOVERY: 1,
+        MarkKind.JOIN: 1,
+        MarkKind.JOB: 1,
+    }
+
+
+def test_two_devices_that_die_together_are_two_faults_and_links_that_fail_alone_are_one() -> None:
+    dead = [Mark(1.0 + 0.1 * one, MarkKind.FAULT, "dead", subject=f"device {one}") for one in (1, 2)]
+    assert count_happenings(dead)[MarkKind.FAULT] == 2
+    links = [Mark(at, MarkKind.FAULT, "links", subject="links_failed") for at in (1.0, 2.0, 500.0)]
+    assert count_happenings(links)[MarkKind.FAULT] == 2

@@ -32,7 +32,7 @@ def run_step(activity: LiveActivity, one: Any, done: int, first_steps: bool = Fa
 
 
 def test_the_sums_are_those_of_the_profiler() -> None:
-    activity, one = LiveActivity(), executor()
+    activity, one = LiveActivity(0.0), executor()
     assert activity.read().steps == 0
     activity.attach(one)
     for done in (1, 2):
@@ -65,7 +65,7 @@ def traced(activity: LiveActivity, one: Any, steps: int, first_steps: bool = Fal
 
 @pytest.mark.parametrize("first_steps", [False, True])
 def test_a_trace_has_the_instructions_of_the_steps_asked_for(first_steps: bool) -> None:
-    activity, one = LiveActivity(), executor()
+    activity, one = LiveActivity(0.0), executor()
     activity.attach(one)
     run_step(activity, one, 100, first_steps=True)
     before = len(one.profiler.spans)
@@ -81,7 +81,7 @@ def test_a_trace_has_the_instructions_of_the_steps_asked_for(first_steps: bool) 
 
 
 def test_a_failed_step_leaves_no_spans_behind() -> None:
-    activity, one = LiveActivity(), executor()
+    activity, one = LiveActivity(0.0), executor()
     activity.attach(one)
     waiting = threading.Thread(target=lambda: activity.trace(1, WITHIN_S))
     waiting.start()
@@ -95,7 +95,7 @@ def test_a_failed_step_leaves_no_spans_behind() -> None:
 
 
 def test_a_trace_is_bounded_in_spans_and_time_and_there_is_one_at_a_time() -> None:
-    activity, one = LiveActivity(), executor()
+    activity, one = LiveActivity(0.0), executor()
     with pytest.raises(FailedPrecondition, match="trains no more"):
         activity.trace(1, 1.0)
     activity.attach(one)

@@ -1,4 +1,4 @@
-"""The reduction of a loss is detected by calling the loss; if that fails, the error names the remedies."""
+"""The reduction of a loss is known by its type or by its graph, or stated; else the error says what to write."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
+from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.job import Job
-from hoop.engine.loss_reduction import reduction_of, with_criterion
+from hoop.engine.loss_reduction import find_criterion, with_criterion
 from hoop.engine.loss_trial import SAMPLES, Decomposition
 from hoop.engine.stage.autograd import Criterion, Objective, cross_entropy, num_correct
 from hoop.errors import InvalidArgument
@@ -28,7 +29,7 @@ def random_samples(kind: str) -> tuple[Tensor, Tensor]:
     outputs = torch.randn(SAMPLES, CLASSES, generator=generator)
     match kind:
         case "classes":
-            return outputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+            return outputs, torch.arange(SAMPLES) % CLASSES
         case "positions":
             return torch.randn(SAMPLES, CLASSES, 7, generator=generator), torch.randint(
                 1, CLASSES, (SAMPLES, 7), generator=generator
@@ -54,14 +55,19 @@ FOUND: list[tuple[str, str, Any]] = [
     ("mean", "classes", nn.CrossEntropyLoss(label_smoothing=0.1)),
     ("mean", "classes", F.cross_entropy),
     ("mean", "classes", lambda outputs, targets: F.nll_loss(outputs.log_softmax(1), targets)),
-    ("mean", "classes", lambda outputs, targets: 0.5 * F.cross_entropy(outputs, targets) - 3),
     ("mean", "classes", lambda outputs, targets: F.cross_entropy(outputs, targets).reshape(1, 1)),
     ("mean", "classes", nn.MultiMarginLoss(weight=WEIGHTS)),
-    ("mean", "positions", nn.CrossEntropyLoss(ignore_index=0)),
+    ("mean", "positions", nn.CrossEntropyLoss()),
+    ("mean", "positions", lambda outputs, targets: F.cross_entropy(outputs, targets)),
+    ("mean", "numbers", lambda outputs, targets: (outputs - targets).abs().mean()),
+    ("mean", "numbers", lambda outputs, targets: (outputs - targets).square().mean(1).mean().unsqueeze(0)),
+    ("mean", "numbers", F.huber_loss),
+    ("mean", "numbers", partial(F.mse_loss, reduction="mean")),
+    ("mean", "shares", F.binary_cross_entropy),
     ("mean", "numbers", nn.MSELoss()),
     ("mean", "numbers", nn.HuberLoss()),
     ("mean", "numbers", nn.KLDivLoss(reduction="batchmean", log_target=True)),
-    ("mean", "one", lambda outputs, targets: F.mse_loss(outputs.squeeze(), targets)),
+    ("mean", "one", lambda outputs, targets: F.mse_loss(outputs.squeeze(1), targets)),
     ("mean", "shares", nn.BCELoss()),
     ("mean", "shares", nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)),
     ("mean", "shares", nn.CrossEntropyLoss(weight=WEIGHTS)),
@@ -70,28 +76,48 @@ FOUND: list[tuple[str, str, Any]] = [
     ("sum", "classes", partial(F.cross_entropy, reduction="sum", ignore_index=2)),
     ("sum", "classes", cross_entropy),
     ("sum", "numbers", nn.MSELoss(reduction="sum")),
-    ("sum", "numbers", lambda outputs, targets: -(outputs * targets).sum()),
+    ("sum", "numbers", lambda outputs, targets: (-outputs * targets).sum()),
+    ("sum", "numbers", lambda outputs, targets: (outputs * targets).mean(1).sum()),
     ("none", "classes", nn.CrossEntropyLoss(reduction="none")),
     ("none", "classes", nn.CrossEntropyLoss(reduction="none", weight=WEIGHTS, ignore_index=1)),
     ("none", "positions", nn.CrossEntropyLoss(reduction="none")),
     ("none", "numbers", nn.MSELoss(reduction="none")),
 ]
+COUNTED_TARGETS: list[tuple[str, Any]] = [
+    ("classes", nn.CrossEntropyLoss(weight=WEIGHTS)),
+    ("classes", nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1)),
+    ("classes", nn.CrossEntropyLoss(ignore_index=2)),
+    ("classes", partial(F.cross_entropy, weight=WEIGHTS)),
+    ("classes", lambda outputs, targets: F.cross_entropy(outputs, targets, WEIGHTS)),
+    ("classes", lambda outputs, targets: F.nll_loss(outputs.log_softmax(1), targets, ignore_index=2)),
+    ("padded", nn.CrossEntropyLoss(ignore_index=0)),
+    ("padded", lambda outputs, targets: F.cross_entropy(outputs, targets, ignore_index=0)),
+]
+"""Means over the targets that count: they are trained as (sum, count)."""
 REFUSED: list[tuple[str, str, Any]] = [
-    ("has class weights", "classes", nn.CrossEntropyLoss(weight=WEIGHTS)),
-    ("has class weights", "classes", nn.NLLLoss(weight=torch.ones(CLASSES))),
-    ("neither the mean nor the sum", "classes", partial(F.cross_entropy, weight=WEIGHTS)),
-    ("neither the mean nor the sum", "classes", nn.CrossEntropyLoss(ignore_index=2)),
-    ("neither the mean nor the sum", "padded", nn.CrossEntropyLoss(ignore_index=0)),
-    ("neither the mean nor the sum", "numbers", pairwise_loss),
-    ("neither the mean nor the sum", "numbers", lambda outputs, targets: F.mse_loss(outputs, targets).sqrt()),
     (
-        "neither the mean nor the sum",
+        "its last operation, Sub, does not say",
+        "classes",
+        lambda outputs, targets: F.cross_entropy(outputs, targets) - 3,
+    ),
+    ("is the mean of 6 values of 6 classes", "numbers", pairwise_loss),
+    ("its last operation, Sqrt, does not say", "numbers", lambda outputs, targets: F.mse_loss(outputs, targets).sqrt()),
+    (
+        "its last operation, Add, does not say",
         "numbers",
         lambda outputs, targets: F.mse_loss(outputs, targets) + 1 / len(targets),
     ),
+    ("is the mean of 5 values for 6 samples", "numbers", lambda outputs, targets: outputs.mean(0).square().mean()),
+    ("is the sum of 5 values for 6 samples", "numbers", lambda outputs, targets: (outputs - targets).mean(0).sum()),
+    ("is the mean of 2 values", "classes", lambda o, t: torch.stack([F.cross_entropy(o, t)] * 2).mean()),
+    ("is the mean of 36 values", "numbers", lambda outputs, targets: (outputs @ outputs.T).mean()),
+    (
+        "it compares samples with each other",
+        "numbers",
+        lambda outputs, targets: (outputs - outputs.mean(0)).abs().mean(),
+    ),
     ("depend on the others", "numbers", lambda outputs, targets: outputs.sum(1) / outputs.sum()),
-    ("cannot be found out", "numbers", lambda outputs, targets: 0 * outputs.sum()),
-    ("cannot be found out", "numbers", lambda outputs, targets: outputs.sum() * float("nan")),
+    ("last operation, Mul, does not say", "numbers", lambda outputs, targets: 0 * outputs.sum()),
     (
         "returned float, which is not a tensor",
         "numbers",
@@ -99,37 +125,98 @@ REFUSED: list[tuple[str, str, Any]] = [
     ),
     ("returned NoneType, which is not a tensor", "numbers", lambda outputs, targets: None),
     ("returned tuple, which is not a tensor", "numbers", lambda outputs, targets: (outputs, targets)),
-    (r"shape \[160\] for 32 samples", "numbers", lambda outputs, targets: (outputs - targets).flatten()),
+    (r"shape \[30\] for 6 samples", "numbers", lambda outputs, targets: (outputs - targets).flatten()),
     ("dist of .outputs, targets. failed", "classes", torch.dist),
 ]
 
 
+def found_for(kind: str, loss: Any) -> Criterion | CustomLoss:
+    """What a job with this loss, and a model that returns its inputs scaled by 1, is trained with."""
+    inputs, targets = random_samples(kind)
+    data = TensorData(inputs, targets)
+    found = with_criterion(job(loss, Scaled(), data=data), data, 0).loss
+    assert isinstance(found, Criterion | CustomLoss)
+    return found
+
+
+class Scaled(nn.Module):
+    """A model that returns its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.factor
+
+
 @pytest.mark.parametrize(("reduction", "kind", "loss"), FOUND)
-def test_a_reduction_is_detected(reduction: str, kind: str, loss: Any) -> None:
-    assert reduction_of(loss, *random_samples(kind)) == reduction
+def test_a_reduction_is_known(reduction: str, kind: str, loss: Any) -> None:
+    found = found_for(kind, loss)
+    assert isinstance(found, Criterion)
+    assert found.returns == reduction
+
+
+@pytest.mark.parametrize(("kind", "loss"), COUNTED_TARGETS)
+def test_targets_that_count_are_counted(kind: str, loss: Any) -> None:
+    """The sums of shards over the sum of their counts are the loss of the batch, by shards of any sizes."""
+    found = found_for(kind, loss)
+    assert isinstance(found, CustomLoss)
+    model, (outputs, targets) = Scaled(), random_samples(kind)
+    shards = [
+        found(model, (outputs[low:high], targets[low:high]), high - low) for low, high in ((0, 1), (1, 4), (4, 6))
+    ]
+    total = sum(one.objective for one in shards) / sum(one.weight for one in shards)
+    whole = loss(model(outputs), targets)
+    assert isinstance(total, Tensor)
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
+    (gradient,), (expected,) = torch.autograd.grad(total, model.factor), torch.autograd.grad(whole, model.factor)
+    assert float(gradient) == pytest.approx(float(expected), rel=1e-5)
+    with torch.no_grad():  # an evaluation
+        assert found(model, (outputs, targets), SAMPLES).weight == pytest.approx(sum(one.weight for one in shards))
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda outputs, targets: F.cross_entropy(outputs, targets)])
+def test_a_shard_whose_targets_are_all_ignored_adds_nothing(loss: Any) -> None:
+    model, (outputs, targets) = Scaled(), random_samples("classes")
+    targets[:4] = -100
+    data = TensorData(outputs, targets)
+    found = with_criterion(job(loss, model, data=data), data, 0).loss
+    assert isinstance(found, CustomLoss)
+    shard = found(model, (outputs[:4], targets[:4]), 4)
+    assert (shard.objective.item(), shard.weight) == (0, 0)
+    shard.objective.backward()  # type: ignore[no-untyped-call]
+    assert model.factor.grad is None or float(model.factor.grad) == 0
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=WEIGHTS), partial(F.cross_entropy, ignore_index=3)])
+def test_a_head_of_zeros_does_not_hide_weights(loss: Any) -> None:
+    """Every sample has the same loss then, and values say nothing."""
+    model = nn.Linear(4, CLASSES)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    data = TensorData(torch.randn(9, 4), torch.arange(9) % CLASSES)
+    for one in (loss, lambda outputs, targets: loss(outputs, targets)):
+        assert isinstance(with_criterion(job(one, model, data=data), data, 0).loss, CustomLoss)
 
 
 @pytest.mark.parametrize(("text", "kind", "loss"), REFUSED)
-def test_a_loss_that_is_not_a_sum_over_shards_is_refused(text: str, kind: str, loss: Any) -> None:
+def test_a_loss_that_is_not_known_is_refused(text: str, kind: str, loss: Any) -> None:
     with pytest.raises(InvalidArgument, match=text) as refused:
-        reduction_of(loss, *random_samples(kind))
+        find_criterion(loss, None, *random_samples(kind))
     assert str(refused.value).startswith("loss: ")
 
 
-def test_a_refusal_names_the_remedies() -> None:
+def test_a_refusal_says_what_to_write() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        reduction_of(partial(F.cross_entropy, weight=WEIGHTS), *random_samples("classes"))
-    for remedy in ("reduction='none' or 'sum'", "hoop.train or hoop.Job", "shards=1"):
+        find_criterion(lambda outputs, targets: F.mse_loss(outputs, targets) * 2, None, *random_samples("numbers"))
+    for remedy in ("return losses.sum(), losses.numel()", "reduction='mean' or 'sum', in hoop.train or hoop.Job"):
         assert remedy in str(refused.value)
 
 
-def test_outputs_that_are_not_finite_are_refused() -> None:
-    """Some parts are finite and match by chance; the total is not finite."""
-    outputs, targets = random_samples("numbers")
-    outputs[3] = torch.inf
-    with pytest.raises(InvalidArgument, match="cannot be found out"):
-        reduction_of(nn.MSELoss(), outputs, targets)
-    assert not Decomposition(1.0, [(2, 1.0), (2, float("nan"))]).fits("mean")
+def test_parts_that_are_not_numbers_do_not_fit() -> None:
+    assert not Decomposition(1.0, (2.0, float("nan"))).is_conclusive
+    assert not Decomposition(1.0, (0.5, 0.6)).fits(torch.float32)
+    assert Decomposition(1.5625, (1.0, 0.56396)).fits(torch.bfloat16)
 
 
 # ---- in a job
@@ -150,9 +237,9 @@ class StatefulLoss(nn.Module):
         return F.mse_loss(outputs, targets.to(outputs.dtype))  # torch 2.11 requires one dtype
 
 
-def job(loss: Any, model: nn.Module | None = None, **more: Any) -> Job:
+def job(loss: Any, model: nn.Module | None = None, data: Any = None, **more: Any) -> Job:
     inputs, targets = torch.randn(9, 4), torch.randn(9, 2)
-    data = TensorData(inputs, targets)
+    data = TensorData(inputs, targets) if data is None else data
     model = nn.Linear(4, 2) if model is None else model
     return Job(lambda seed: model, lambda: Splits(data, data), loss, **more)
 
@@ -168,7 +255,7 @@ def generator_states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()]
 
 
-def test_detection_changes_no_state() -> None:
+def test_a_trial_changes_no_state() -> None:
     loss = StatefulLoss()
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
     given = job(loss, model)
@@ -179,19 +266,6 @@ def test_detection_changes_no_state() -> None:
     assert all(map(torch.equal, buffers, [*model.buffers(), *loss.buffers()]))
     assert not any(one.grad is not None for one in model.parameters())
     assert model.training
-
-
-def test_the_check_of_a_mean_changes_no_state() -> None:
-    loss = StatefulLoss()
-    labels = TensorData(torch.randn(9, 4), torch.zeros(9, 2, dtype=torch.int64))
-    model = nn.Linear(4, 2)
-    given = Job(lambda seed: model, lambda: Splits(labels, labels), loss)
-    criterion = criterion_of(given)
-    assert criterion.check is not None
-    before = generator_states()
-    criterion.check(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 0], [1, 0]] * 2))
-    assert generator_states() == before
-    assert not loss.calls.any()
 
 
 def test_a_data_set_of_one_sample_is_enough() -> None:

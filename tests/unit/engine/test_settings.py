@@ -127,3 +127,11 @@ def test_a_plan_that_is_too_large_is_refused_before_it_is_made(
 ) -> None:
     with pytest.raises(InvalidArgument, match=says):
         parse(text).plan(devices, num_microbatches)
+
+
+def test_faults_are_a_text_or_a_list_of_texts() -> None:
+    faults = ["kill@rank=1,step=7", "kill@rank=2,step=9"]
+    assert checked(faults=faults).parsed_faults == checked(faults="; ".join(faults)).parsed_faults
+    assert checked(faults=[]).parsed_faults == ()
+    with pytest.raises(InvalidArgument, match=r"faults: \[1\] is neither text, such as 'kill@rank=1,step=7', nor a li"):
+        checked(faults=[1])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hoop.engine.fault_tolerance import snapshots
-from hoop.engine.fault_tolerance.checkpoint_format import CHECKSUM_KEY, deserialize
+from hoop.engine.fault_tolerance.checkpoint_format import deserialize
+from hoop.engine.fault_tolerance.checkpoint_header import CHECKSUM_KEY
 from hoop.engine.fault_tolerance.snapshots import SnapshotPublisher
 from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.partitioning import check_snapshots

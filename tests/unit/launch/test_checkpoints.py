@@ -19,14 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.engine.fault_tolerance.checkpoint_format import (
-    CHECKSUM_KEY,
     copy_into,
     deserialize,
-    read_metadata,
     serialize,
     serialized_parts,
     verified,
 )
+from hoop.engine.fault_tolerance.checkpoint_header import CHECKSUM_KEY, read_metadata, verified_metadata
 from hoop.errors import FailedPrecondition
 from hoop.files import atomic_write, remove_partial_files, write_bytes, write_parts
 from hoop.job_events import CheckpointWritten, Warned
@@ -126,6 +125,8 @@ def test_any_other_bytes_are_refused(noise: bytes, low: int, high: int) -> None:
         if data != SERIALIZED:
             with pytest.raises(FailedPrecondition, match=r"^here/x: "):
                 deserialize(data, "here/x")
+            with pytest.raises(FailedPrecondition, match=r"^here/x: "):
+                verified_metadata(data, "here/x")
 
 
 def test_metadata_is_read_without_a_pass_over_the_tensors() -> None:

@@ -12,7 +12,7 @@ from hoop.errors import InvalidArgument, NotFound
 
 JOB = """
 import hoop
-job = hoop.Job(model=None, data=None, about={about!r})
+job = hoop.Job(model=list, data=list, about={about!r})
 def made() -> hoop.Job:
     return job
 def other():

@@ -15,11 +15,11 @@ from hoop.engine.recipes import RECIPES
 from hoop.errors import FailedPrecondition, InvalidArgument
 
 DECLARATIONS = {
-    "import hoop\njob = hoop.Job(None, None)": {"job"},
-    "from hoop import Job\njob = Job(None, None)": {"job"},
+    "import hoop\njob = hoop.Job(list, list)": {"job"},
+    "from hoop import Job\njob = Job(list, list)": {"job"},
     "from hoop import Job as J\njob = J(None, None)": {"job"},
     "from hoop.engine.job import Job\njob: Job = make()": {"job"},
-    "import hoop as h\nfirst = second = h.Job(None, None)": {"first", "second"},
+    "import hoop as h\nfirst = second = h.Job(list, list)": {"first", "second"},
     "import hoop\ndef job() -> hoop.Job: ...": {"job"},
     "def job() -> 'hoop.Job': ...": {"job"},
     "@cached\ndef job(size=1) -> Job: ...\nsmall = job(2)": {"job", "small"},
@@ -73,7 +73,7 @@ def test_a_job_that_other_users_can_change_is_refused(tmp_path: Path, mode: int,
     folder = tmp_path / "jobs"
     folder.mkdir()
     path = folder / "my_job.py"
-    path.write_text("import hoop\njob = hoop.Job(model=None, data=None)\n")
+    path.write_text("import hoop\njob = hoop.Job(model=list, data=list)\n")
     for one in (folder, path):
         if mode == 0o770:
             if os.geteuid():
@@ -102,8 +102,8 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_in_a_sticky_folder_one_s_own_job_runs_without_neighbours(tmp_path: Path) -> None:
     """Others can add files to /tmp, and cannot change this user's there."""
     tmp_path.chmod(0o1777)
-    (tmp_path / "my_job.py").write_text("import hoop\njob = hoop.Job(model=None, data=None)\n")
-    (tmp_path / "with_neighbour.py").write_text("import hoop\nimport planted_one\njob = hoop.Job(None, None)\n")
+    (tmp_path / "my_job.py").write_text("import hoop\njob = hoop.Job(model=list, data=list)\n")
+    (tmp_path / "with_neighbour.py").write_text("import hoop\nimport planted_one\njob = hoop.Job(list, list)\n")
     (tmp_path / "planted_one.py").write_text("raise SystemExit('executed')\n")
     assert job_for_a_device("my_job:job", RECIPES, tmp_path) is not None
     with pytest.raises(ModuleNotFoundError, match="planted_one"):
@@ -114,7 +114,7 @@ def test_a_job_imports_its_neighbours_after_everything_installed(tmp_path: Path)
     (tmp_path / "yaml_of_mine.py").write_text("ABOUT = 'neighbour'\n")
     (tmp_path / "safetensors.py").write_text("raise SystemExit('executed')\n")
     (tmp_path / "my_job.py").write_text(
-        "import hoop\nimport safetensors\nimport yaml_of_mine\njob = hoop.Job(None, None, about=yaml_of_mine.ABOUT)\n"
+        "import hoop\nimport safetensors\nimport yaml_of_mine\njob = hoop.Job(list, list, about=yaml_of_mine.ABOUT)\n"
     )
     try:
         assert job_for_a_device("my_job:job", RECIPES, tmp_path).about == "neighbour"

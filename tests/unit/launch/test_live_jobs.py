@@ -12,6 +12,7 @@ from torch import nn
 import hoop
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
+from hoop.data.user_data import user_data
 from hoop.engine.cost_probe import profile_blocks
 from hoop.engine.job import Job, build_model
 from hoop.engine.optimizer_settings import OptimizerSettings
@@ -19,7 +20,6 @@ from hoop.engine.settings import Settings
 from hoop.engine.setup import check_stages
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.runs.job_objects import JobParts, job_from, load_into
-from hoop.runs.user_data import user_data
 from hoop.strategies.catalog import parse
 
 
@@ -142,7 +142,7 @@ def test_the_model_of_a_job_is_checked_when_it_is_made() -> None:
         ({"strategy": hoop.Pipeline}, "strategy: <class"),
         ({"out": 7}, "out: 7 is not the path of a folder"),
         ({"progress": "yes"}, "progress: 'yes' is not a function of an event"),
-        ({"memory": None}, "memory: None is not a size"),
+        ({"memory": "lots"}, "memory: 'lots' is not a size"),
         (
             {"optimizer": torch.optim.RMSprop, "lr": 0.1},
             "lr: 0.1 has no effect, because optimizer is a function that has its own",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import struct
 from dataclasses import replace
@@ -15,6 +17,7 @@ from hoop import job_events as ev
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
 from hoop.job_events import Observed
+from hoop.report.metrics import MetricsLog
 from hoop.runs.checkpoint_store import newest_checkpoint
 from hoop.runs.run_recorder import RunRecorder, saved_settings
 from hoop.runs.training import Launch, Training
@@ -135,3 +138,32 @@ def test_a_resumed_run_knows_the_last_evaluation_before_it(tmp_path: Path, split
     board = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
     assert f"{split}_accuracy".encode() in board
     assert f"{other}_accuracy".encode() not in board
+
+
+def test_no_error_of_a_file_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An I/O error of the metrics' disk: a warning, once, and the other files are written."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "metrics.jsonl"))
+
+    monkeypatch.setattr(MetricsLog, "log", fail)
+    recorder = new_recorder(tmp_path)
+    for _ in range(2):
+        recorder.record(Observed(STEPS))
+    warned = [event.text for event in recorder.new_events() if isinstance(event, ev.Warned)]
+    recorder.close()
+    assert len(warned) == 1
+    assert "Input/output error" in warned[0]
+    assert (tmp_path / "ledger.jsonl").stat().st_size > 0
+
+
+def test_a_lock_that_another_run_has_taken_after_the_folder_was_replaced_stays(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = new_recorder(out)
+    out.rename(tmp_path / "old")
+    second = new_recorder(out)
+    first.close()
+    with pytest.raises(FailedPrecondition, match=f"{out}: process {os.getpid()} on .* has it open"):
+        new_recorder(out)
+    second.close()
+    new_recorder(out).close()

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from torch import nn, randn
+from torch import OutOfMemoryError, nn, randn
 
 from hoop.engine.user_code import attribute_exceptions
-from hoop.errors import InternalError, InvalidArgument, UserError
+from hoop.errors import FailedPrecondition, InternalError, InvalidArgument, UserError
 
 
 def test_an_exception_of_user_code_is_a_user_error() -> None:
@@ -19,6 +19,17 @@ def test_an_exception_of_user_code_is_a_user_error() -> None:
     ):
         1 / 0  # noqa: B018 - this file is not Hoop's
     assert "1 / 0" in str(caught.value)
+
+
+def test_a_full_gpu_is_not_the_fault_of_the_code_that_asked_last() -> None:
+    with (
+        pytest.raises(
+            FailedPrecondition, match=r"memory: a GPU is full, in x: torch.OutOfMemoryError: CUDA out of"
+        ) as it,
+        attribute_exceptions("in x"),
+    ):
+        raise OutOfMemoryError("CUDA out of memory")
+    assert "your code" not in str(it.value)
 
 
 def test_a_wrong_input_shape_is_a_user_error() -> None:
@@ -41,9 +52,7 @@ def test_errors_of_hoop_pass_unchanged() -> None:
 
 def test_any_other_exception_is_a_bug_in_hoop(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if this file were one of the libraries.
-    monkeypatch.setattr(
-        "hoop.engine.user_code._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent))
-    )
+    monkeypatch.setattr("hoop.user_frames._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent)))
     with (
         pytest.raises(InternalError, match=r"a bug in Hoop, in x: .*JSONDecodeError"),
         attribute_exceptions("in x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ import hoop
 from hoop.data.dataset import Splits
 from hoop.data.structured import NestedData, SampleData
 from hoop.data.tensors import MapData, TensorData
+from hoop.data.user_data import TrainAndTest, user_data
 from hoop.engine.custom.loss import COUNTED, CustomLoss
 from hoop.engine.job import Job
 from hoop.engine.loss_reduction import with_criterion
+from hoop.engine.stage.autograd import Criterion
 from hoop.errors import InvalidArgument
-from hoop.runs.user_data import TrainAndTest, user_data
 
 X, Y = torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3
 SAMPLES = [{"ids": [1, 2, index], "label": index % 3} for index in range(12)]
@@ -179,8 +181,8 @@ def test_the_reduction_of_a_loss_is_found_out() -> None:
         (lambda model, batch: 0.5, "returned float; return the loss as a scalar tensor"),
         (lambda model, batch: {"accuracy": 1.0}, "returned a dict with 'accuracy'; it needs 'loss'"),
         (lambda model, batch: model(batch["x"]).detach().sum(), "no gradient goes from what"),
-        (lambda model, batch: model(batch["x"]).std(), "is neither the mean nor the sum over its samples"),
-        (lambda model, batch: model(batch["x"])[:5, 0], r"returned a tensor of shape \[5\] for 32 samples"),
+        (lambda model, batch: model(batch["x"]).std(), "last operation, Std, does not say of what it is the mean"),
+        (lambda model, batch: model(batch["x"])[:5, 0], r"returned a tensor of shape \[5\] for 6 samples"),
         (lambda model, batch: (model(batch["x"]).sum(), -1), "returned the count -1.0, which is not 0 or more"),
         (
             lambda model, batch: {"loss": cross_entropy(model, batch), "who": "me"},
@@ -197,7 +199,7 @@ def test_a_loss_that_shards_cannot_add_up_is_refused_with_the_remedy(loss: Any, 
         found_loss(loss)
 
 
-def test_a_mean_over_tokens_is_refused_and_its_remedy_is_accepted() -> None:
+def test_ignored_targets_are_counted_by_the_graph_of_a_mean() -> None:
     data = {"x": X, "y": torch.where(torch.arange(12) % 5 == 0, -100, Y)}
 
     def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -207,9 +209,95 @@ def test_a_mean_over_tokens_is_refused_and_its_remedy_is_accepted() -> None:
         total = F.cross_entropy(model(batch["x"]), batch["y"], ignore_index=-100, reduction="sum")
         return total, (batch["y"] >= 0).sum()
 
-    with pytest.raises(InvalidArgument, match=r"A mean over tokens, .*; return \(sum, count\)"):
-        found_loss(mean, data)
     assert found_loss(counted, data).returns == COUNTED
+    shards = [found_loss(loss, data)(Net(), data, 12) for loss in (mean, counted)]
+    assert [one.weight for one in shards] == [9, 9]
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: cross_entropy(m, b), lambda *both: cross_entropy(*both)])
+def test_no_name_decides_what_a_loss_takes(loss: Any) -> None:
+    assert found_loss(loss).takes_model
+
+
+def test_a_loss_of_pairs_is_called_as_it_can_be() -> None:
+    def of_outputs(model: Tensor, y: Tensor) -> Tensor:  # named so on purpose
+        return F.cross_entropy(model, y)
+
+    class OfModel:
+        def method(self, net: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(net(batch[0]), batch[1])
+
+        __call__ = method
+
+    def pairs(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    for loss, takes_model in ((pairs, True), (OfModel(), True), (OfModel().method, True), (partial(pairs), True)):
+        found = found_loss(loss, (X, Y))
+        assert isinstance(found, CustomLoss)
+        assert found.takes_model == takes_model
+    job = Job(lambda seed: Net(), lambda: user_data((X, Y)).splits, of_outputs)
+    assert isinstance(with_criterion(job, job.data().train, 0).loss, Criterion)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda batch: 0.5, r"loss: .*<lambda>\(batch\) is called with two arguments, \(outputs, targets\) or"),
+        (lambda model, batch, scale: 0.5, r"is called with two arguments"),
+    ],
+)
+def test_a_loss_of_other_arguments_is_refused(loss: Any, sentence: str) -> None:
+    for data in (None, (X, Y)):
+        with pytest.raises(InvalidArgument, match=sentence):
+            found_loss(loss, data)
+
+
+def test_a_model_of_bfloat16_trains_with_a_loss_of_pytorch() -> None:
+    """Its values round differently for all samples and for parts of them, and are not compared."""
+    classes, numbers = Y, torch.randn(12, 3).bfloat16()
+    for loss, targets in (
+        (nn.CrossEntropyLoss(), classes),
+        (lambda outputs, targets: F.cross_entropy(outputs, targets), classes),
+        (nn.MSELoss(), numbers),
+    ):
+        splits = user_data((X.bfloat16(), targets)).splits
+        job = Job(lambda seed: Net().bfloat16(), lambda given=splits: given, loss)  # type: ignore[misc]
+        assert isinstance(with_criterion(job, splits.train, 0).loss, CustomLoss)
+
+
+class Large(nn.Module):
+    """A model above ``LARGE`` that notes whether it was called with values."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.looks = nn.Linear(2000, 500), nn.Linear(500, 3), looks
+        self.computed: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x).relu()
+        if not hidden.is_meta:
+            self.computed.append(len(x))
+        if self.looks and hidden.sum().item() < 0:
+            hidden = -hidden
+        outputs: Tensor = self.head(hidden)
+        return outputs
+
+
+@pytest.mark.parametrize(("looks", "computed"), [(False, set[int]()), (True, {1, 2})])
+def test_a_large_model_is_tried_without_computing(looks: bool, computed: set[int]) -> None:
+    """Unless it looks at its values: then with two samples."""
+    model, y = Large(looks), torch.where(torch.arange(12) % 2 == 0, -100, Y)
+    splits = user_data({"x": torch.randn(12, 2000), "y": y}).splits
+    for loss, returns in ((cross_entropy, "mean"), (lambda m, b: (cross_entropy(m, b, "sum"), 3), COUNTED)):
+        found = with_criterion(Job(lambda seed: model, lambda: splits, loss), splits.train, 0, model).loss
+        assert isinstance(found, CustomLoss)
+        assert (found.returns, found.takes_model) == (returns, True)
+        assert set(model.computed) <= computed
+        assert bool(model.computed) == looks
+        batch = splits.train.load(rows(0, 1, 3), epoch=0, seed=0)
+        assert found(model, batch, 3).weight == (2 if found.basis else 3)
+        model.computed.clear()
 
 
 def test_splits_are_taken_as_they_are() -> None:

@@ -12,7 +12,7 @@ from hoop.topology import Address, DeviceInfo
 
 NOW = 1000.0
 """Start of the tests' monotonic clock; the value is arbitrary."""
-CONFIG = DetectorConfig(heartbeat_s=0.1, lease_s=1.5, failures=3, window=5)
+CONFIG = DetectorConfig(heartbeat_s=0.1, lease_s=1.5, failures=3)
 
 
 def device(device_id: int = 0, incarnation: str = "a") -> DeviceInfo:
@@ -40,6 +40,14 @@ def cluster(*device_ids: int) -> State:
     joins = (m.Joined(device(one), NOW) for one in device_ids)
     beats = (m.Heartbeat(one, "a", NOW) for one in device_ids)
     return after(State(CONFIG, last_tick=NOW), *joins, *beats)
+
+
+def pass_time(state: State, start: float, end: float, *beating: int, every_s: float = 0.1) -> State:
+    """The state after these seconds, with punctual ticks, in which only ``beating`` devices send heartbeats."""
+    for count in range(1, round((end - start) / every_s) + 1):
+        now = start + count * every_s
+        state = after(state, *(m.Heartbeat(one, "a", now) for one in beating), m.Tick(now))
+    return state
 
 
 def dead(device_id: int) -> m.MembershipEvent:

@@ -234,6 +234,158 @@ def test_an_unreachable_device_is_invited_again_and_one_that_cannot_take_part_is
     assert job.handle(jm.JobTick()) == (jm.Invite(2),)
 
 
+# ---- the end: the weights are the product
+
+
+def finish(job: Job, device_id: int, parts: int) -> tuple[jm.JobInstruction, ...]:
+    taken = job.handle(jm.FinalPartTaken(device_id, 40, 0, parts))
+    return taken + job.handle(jm.TaskFinished(device_id, "a", finished=True))
+
+
+def silence(heard: tuple[int, ...]) -> list[m.MembershipEvent]:
+    """Events by which the leases of all devices expire but of those that are heard."""
+    times = [NOW + tenths / 10 for tenths in range(1, 20)]
+    events: list[m.MembershipEvent] = []
+    for at in times:
+        events += [m.Heartbeat(key, "a", at) for key in heard]
+        events.append(m.Tick(at))
+    return events
+
+
+def test_a_job_at_its_end_waits_for_a_silent_device_that_may_have_a_part_of_the_weights() -> None:
+    """Device 2 was cut off when the training ended on it: device 1 alone is not the model."""
+    job = Job(1, 2, planned=False)
+    job.carry_out(job.update_cluster(*silence(heard=(1,)))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    assert finish(job, 1, 2) == (jm.Await((2,), 60.0),)
+    job.state = after(job.state, m.Joined(device(2), NOW + 2.0))
+    assert jm.Invite(2) in job.handle(jm.DeviceArrived(2))
+    assert jm.End() in finish(job, 2, 2)
+
+
+def test_a_data_parallel_job_waits_for_the_device_that_has_the_weights() -> None:
+    """One rank of the job has taken the final snapshot: the others tell only that they have reached the end."""
+    job = Job(1, 2)
+    job.carry_out(job.update_cluster(*silence(heard=(2,)))[0])
+    job.handle(jm.TaskLost(1, "a"))
+    assert job.handle(jm.TaskFinished(2, "a", finished=True)) == (jm.Await((1,), 60.0),)
+    job.state = after(job.state, m.Joined(device(1), NOW + 2.0))
+    job.handle(jm.DeviceArrived(1))
+    assert jm.End() in finish(job, 1, 1)
+
+
+def test_a_job_whose_weights_are_lost_does_not_end_with_success() -> None:
+    job = Job(1, 2, planned=False)
+    job.carry_out(job.update_cluster(dead(2))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    (end,) = finish(job, 1, 2)
+    assert isinstance(end, jm.End)
+    assert end.error == "TrainingStateLost"
+    assert "device 1 had a part of it, and device 2 did not come back" in end.text
+
+
+def test_a_job_whose_devices_have_no_weights_to_tell_of_ends_with_success() -> None:
+    """Tasks that train something of their own, of which no device takes a final snapshot."""
+    job = Job(1, 2)
+    assert job.handle(jm.TaskFinished(1, "a", finished=True)) == ()
+    assert job.handle(jm.TaskFinished(2, "a", finished=True)) == (jm.End(),)
+
+
+def test_a_device_with_a_part_of_the_weights_does_not_leave_before_the_job_is_over() -> None:
+    job = Job(1, 2, planned=False)
+    assert finish(job, 1, 2) == ()
+    assert jm.handover(job.view, job.state, 1, job.now).stage == jm.HandoverStage.MOVING
+    assert finish(job, 2, 2) == (jm.End(),)
+    assert jm.handover(job.view, job.state, 1, job.now).stage == jm.HandoverStage.DONE
+
+
+# ---- a device that hangs
+
+
+def test_a_device_that_hangs_is_expelled_and_the_others_go_on_at_once() -> None:
+    job = Job(1, 2, 3)
+    instructions = job.handle(jm.TaskHung(2, "a", 1, "it is in forward"))
+    assert instructions == (jm.Expel(2, "it is in forward"), jm.Assign(leaving=(2,)))
+    job.carry_out(instructions[1])
+    assert job.state.communicator(1).members == (1, 3)
+    assert job.handle(jm.TaskLost(2, "a")) == ()
+    assert job.handle(jm.TaskResumed(job.generation)) == (), "the process that hung gets no rank again"
+
+
+def test_a_report_of_an_older_generation_and_the_last_device_expel_nobody() -> None:
+    job = Job(1, 2)
+    job.carry_out(job.update_cluster(dead(2))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    assert job.handle(jm.TaskHung(1, "a", 1, "it was in forward")) == ()
+    assert job.handle(jm.TaskHung(1, "a", job.generation, "it is in forward")) == ()
+
+
+def test_a_device_that_lives_and_sends_no_heartbeat_for_long_is_expelled() -> None:
+    """Its process was seen to run, so that it is not dead: code in it holds the interpreter's lock."""
+    job = Job(1, 2)
+    job.view = replace(job.view, hang_s=10.0)
+    seen: list[m.MembershipEvent] = []
+    for halves in range(1, 40):
+        seen += [m.Heartbeat(1, "a", NOW + halves / 2), m.Probed(2, "a", "", NOW + halves / 2)]
+    job.now = NOW + 19.5
+    assert job.update_cluster(*seen) == ()
+    job.now = NOW + 20.1
+    expel, assign = job.update_cluster(m.Heartbeat(1, "a", NOW + 20.1), m.Probed(2, "a", "", NOW + 20.1))
+    assert isinstance(expel, jm.Expel)
+    assert (expel.device_id, assign) == (2, jm.Assign(leaving=(2,)))
+
+
+# ---- restarts: only devices that may have newer state are waited for
+
+
+def on_arenas(*device_ids: int) -> Job:
+    job = Job(*device_ids)
+    joins = (m.Joined(replace(device(key), keeps_memory=True), NOW) for key in device_ids)
+    job.state = after(job.state, *joins, *(m.Heartbeat(key, "a", NOW) for key in device_ids))
+    return job
+
+
+def restart(job: Job, device_id: int) -> tuple[jm.JobInstruction, ...]:
+    job.state = after(job.state, m.Joined(replace(device(device_id, "b"), keeps_memory=True), NOW))
+    job.handle(jm.DeviceArrived(device_id))
+    return job.handle(jm.TaskReady(device_id, "b"))
+
+
+def test_a_job_whose_only_device_is_back_does_not_wait_for_devices_that_were_lost_before() -> None:
+    """Their state is older than what the device has on its arena: it had done steps without them."""
+    job = on_arenas(1, 2, 3)
+    job.carry_out(job.update_cluster(dead(2), dead(3))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    job.handle(jm.TaskLost(3, "a"))
+    job.handle(jm.TaskResumed(job.generation))
+    job.update_cluster(dead(1))
+    job.handle(jm.AssignFailed())
+    assert job.handle(jm.TaskLost(1, "a")) == (jm.Await((1,), 60.0),)
+    assert restart(job, 1) == (jm.Assign(joining=(1,)),)
+
+
+def test_a_job_waits_for_devices_that_may_have_newer_state() -> None:
+    """The device that is back had a rank of a generation that ran no steps: the others may have gone on before."""
+    job = on_arenas(1, 2, 3)
+    job.carry_out(job.update_cluster(dead(2), dead(3))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    job.handle(jm.TaskLost(3, "a"))
+    job.update_cluster(dead(1))
+    job.handle(jm.AssignFailed())
+    assert job.handle(jm.TaskLost(1, "a")) == (jm.Await((1, 2, 3), 60.0),)
+    assert restart(job, 1) == (jm.Await((2, 3), 60.0),)
+
+
+def test_older_state_is_waited_for_if_the_newest_is_gone() -> None:
+    job = on_arenas(1, 2)
+    job.carry_out(job.update_cluster(dead(2))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    job.handle(jm.TaskResumed(job.generation))
+    job.update_cluster(m.Left(1, "a"))
+    job.handle(jm.AssignFailed())
+    assert job.handle(jm.TaskLost(1, "a")) == (jm.Await((2,), 60.0),)
+
+
 # ---- the device's side of rank assignment
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from roster import CONFIG, NOW, after, cluster, dead, device, recorded
+from roster import CONFIG, NOW, after, cluster, dead, device, pass_time, recorded
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.membership import events as m
-from hoop.membership.journal import Entry, FileJournal, decode, encode, replay, snapshot
+from hoop.membership.journal import HEADER, Entry, FileJournal, chained, checksum_of, decode, encode, replay, snapshot
 from hoop.membership.state import Health, OperationOutcome, State
 from hoop.membership.state_machine import step
 from hoop.topology import Address
@@ -46,7 +46,9 @@ def entries_of(*messages: m.MembershipEvent, state: State | None = None) -> list
 
 
 ENTRIES = entries_of(*HISTORY)
-LINES = [encode(entry) for entry in ENTRIES]
+LINES = chained([HEADER, *ENTRIES])
+OLD_LINES = [encode(entry) for entry in ENTRIES]
+"""As they were written before lines were a chain."""
 
 
 @pytest.fixture
@@ -72,6 +74,7 @@ def load_state(path: Path) -> State:
 def test_entries_are_decoded_as_they_were_encoded() -> None:
     assert decode(b"".join(LINES), Path("journal")) == ENTRIES
     assert decode(b"", Path("journal")) == []
+    assert decode(b"".join(OLD_LINES), Path("journal")) == ENTRIES
 
 
 def test_replay_applies_the_whole_history() -> None:
@@ -101,8 +104,9 @@ def test_all_fields_of_a_device_are_restored(shared: Address | None) -> None:
 
 def test_after_a_restart_devices_have_one_lease_for_a_heartbeat() -> None:
     state = replay(entries_of(*HISTORY[:2]), CONFIG, NOW)
-    state = after(state, m.Heartbeat(1, "a", NOW + 0.5), m.Tick(NOW + 0.7), m.Heartbeat(1, "a", NOW + 1.0))
-    state = after(state, m.Tick(NOW + 1.4), m.Tick(NOW + 1.6))
+    state = pass_time(state, NOW, NOW + 1.4, 1)
+    assert state.member(2).health == Health.SUSPECT
+    state = pass_time(state, NOW + 1.4, NOW + 1.7, 1)
     assert (state.member(1).health, state.member(2).health) == (Health.ALIVE, Health.DEAD)
 
 
@@ -159,8 +163,8 @@ def test_a_tail_torn_at_any_byte_is_cut_off(path: Path, no_fsync: None) -> None:
     """The file is also opened and replayed: at both ends of each line, and at every eighth byte."""
     whole = b"".join(LINES)
     states = [replay(ENTRIES[:length], CONFIG, NOW) for length in range(len(ENTRIES) + 1)]
-    for cut in range(len(whole) + 1):
-        left = whole[:cut].count(b"\n")
+    for cut in range(len(LINES[0]), len(whole) + 1):
+        left = whole[:cut].count(b"\n") - 1
         assert decode(whole[:cut], path) == ENTRIES[:left]
         if cut % 8 == 0 or b"\n" in whole[max(cut - 2, 0) : cut + 1]:
             path.write_bytes(whole[:cut])
@@ -194,6 +198,38 @@ def test_garbage_before_good_lines_is_damage(path: Path, garbage: bytes) -> None
     assert os.listdir(path.parent) == ["journal"]
 
 
+@pytest.mark.parametrize("content", [b"\0" * 4096, LINES[0][:5], b"x"])
+def test_a_file_without_a_whole_line_is_damage(path: Path, content: bytes) -> None:
+    """A journal begins with a line that was written before any entry was acknowledged."""
+    path.write_bytes(content)
+    with pytest.raises(FailedPrecondition, match=rf"^journal {path}, line 1: the checksum does not hold"):
+        FileJournal(path, CONFIG, NOW)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("line", range(len(LINES) - 1))
+@pytest.mark.parametrize("change", ["dropped", "repeated", "swapped"])
+def test_a_line_that_was_dropped_repeated_or_moved_is_damage(path: Path, line: int, change: str) -> None:
+    """Each line alone is whole; it opened as another history."""
+    lines = list(LINES)
+    match change:
+        case "dropped":
+            del lines[line]
+        case "repeated":
+            lines.insert(line, lines[line])
+        case "swapped":
+            lines[line : line + 2] = reversed(lines[line : line + 2])
+    with pytest.raises(FailedPrecondition, match=rf"^journal {path}, line \d+: the checksum does not hold"):
+        decode(b"".join(lines), path)
+
+
+def test_a_journal_of_before_is_opened_and_then_is_a_chain(path: Path) -> None:
+    path.write_bytes(b"".join(OLD_LINES))
+    assert load_state(path) == replay(ENTRIES, CONFIG, NOW)
+    assert path.read_bytes().startswith(encode(HEADER))
+    assert load_state(path) == replay(ENTRIES, CONFIG, NOW)
+
+
 # ---- the file
 
 
@@ -210,10 +246,10 @@ def test_only_the_owner_can_access_the_file(path: Path) -> None:
     assert stat.S_IMODE(path.with_name("another").stat().st_mode) == 0o600
 
 
-def test_a_new_journal_is_empty_and_its_folder_is_created(tmp_path: Path) -> None:
+def test_a_new_journal_has_no_entry_and_its_folder_is_created(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "down" / "journal"
     assert load_state(path) == State(CONFIG, last_tick=NOW)
-    assert path.read_bytes() == b""
+    assert path.read_bytes() == encode(HEADER)
     assert os.listdir(path.parent) == ["journal"]
 
 
@@ -233,7 +269,7 @@ def test_reopening_compacts_a_thousand_entries(path: Path, no_fsync: None) -> No
         for entry in [*entries_of(m.Joined(device(1), NOW), m.Created((1,))), *rebuilt]:
             journal.append(entry)
     assert load_state(path).communicator(1).generation == 1001
-    assert path.read_bytes().count(b"\n") == 3  # the device, the communicator, and the last communicator id
+    assert path.read_bytes().count(b"\n") == 4  # header, device, communicator, and the last communicator id
 
 
 def test_append_writes_and_then_syncs_an_entry(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +278,7 @@ def test_append_writes_and_then_syncs_an_entry(path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path.read_bytes()))
         for entry in ENTRIES[:3]:
             journal.append(entry)
-    assert synced == [b"".join(LINES[:length]) for length in (1, 2, 3)]
+    assert synced == [b"".join(LINES[:length]) for length in (2, 3, 4)]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -263,13 +299,13 @@ def test_a_crash_while_opening_leaves_the_old_file(path: Path, monkeypatch: pyte
 def test_a_journal_that_is_open_is_refused_with_the_process_that_has_it(path: Path) -> None:
     path.write_bytes(b"".join(LINES))
     with closing(FileJournal(path, CONFIG, NOW)) as journal:
-        before = path.read_bytes()
+        before = path.read_bytes().splitlines(keepends=True)
         with pytest.raises(
             FailedPrecondition, match=rf"^{path}: process {os.getpid()} on .+ has it open; stop that coordinator"
         ):
             FileJournal(path, CONFIG, NOW)
         journal.append(ENTRIES[-1])
-        assert path.read_bytes() == before + LINES[-1]
+        assert path.read_bytes() == b"".join([*before, encode(ENTRIES[-1], checksum_of(before[-1]))])
     assert load_state(path) == replay(ENTRIES, CONFIG, NOW)
     assert os.listdir(path.parent) == ["journal"]
 
@@ -295,7 +331,7 @@ def test_opening_writes_through_no_planted_link(path: Path) -> None:
     victim = path.with_name("victim")
     victim.write_text("precious")
     path.with_name("journal.new").symlink_to(victim)
-    path.write_bytes(LINES[0])
+    path.write_bytes(b"".join(LINES[:2]))
     assert sorted(load_state(path).members) == [1]
     path.with_name("journal.lock").symlink_to(victim)
     with pytest.raises(FailedPrecondition, match=r"journal\.lock: cannot write: "):
@@ -328,10 +364,10 @@ def test_an_entry_that_does_not_fit_is_refused_and_the_others_stay_intact(path: 
         journal.append(ENTRIES[0])
         with (
             full_disk(path.stat().st_size + room),
-            pytest.raises(ResourceExhausted, match=rf"^journal {path}: cannot write {len(LINES[1])} bytes: "),
+            pytest.raises(ResourceExhausted, match=rf"^journal {path}: cannot write {len(LINES[2])} bytes: "),
         ):
             journal.append(ENTRIES[1])
-        assert path.read_bytes() == LINES[0]
+        assert path.read_bytes() == b"".join(LINES[:2])
         journal.append(ENTRIES[2])
     assert sorted(load_state(path).members) == [1, 3]
 
@@ -346,6 +382,6 @@ def test_an_entry_whose_fsync_fails_is_refused_and_removed(path: Path, monkeypat
             broken.setattr(os, "fsync", fail)
             with pytest.raises(ResourceExhausted, match="Input/output error"):
                 journal.append(ENTRIES[1])
-        assert path.read_bytes() == LINES[0]
+        assert path.read_bytes() == b"".join(LINES[:2])
         journal.append(ENTRIES[2])
     assert sorted(load_state(path).members) == [1, 3]

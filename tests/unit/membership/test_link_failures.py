@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from roster import CONFIG, NOW, after, announced, cluster, dead, recorded, stops
+from roster import CONFIG, NOW, after, announced, cluster, dead, pass_time, recorded, stops
 
 from hoop.membership import events as m
 from hoop.membership.state import RELINK_WINDOW_S, State
@@ -90,11 +90,11 @@ def test_a_failure_after_the_relink_window_counts_as_the_first() -> None:
 
 
 def test_a_silent_device_is_left_to_the_failure_detector() -> None:
-    state = after(THREE, complaint(THREE, 1, 2, NOW))
-    late = NOW + 0.7
-    state = after(state, m.Heartbeat(1, "a", late), m.Heartbeat(3, "a", late))
+    late = NOW + 1.0
+    state = pass_time(THREE, NOW, NOW + 0.6, 1, 3)
+    state = pass_time(after(state, complaint(THREE, 1, 2, NOW + 0.6)), NOW + 0.6, late, 1, 3)
     state, instructions = step(state, m.Tick(late))  # the last heartbeat of device 2 was at NOW
-    assert instructions == ()
+    assert instructions == (m.Probe(2),)
     state, instructions = step(after(state, m.Heartbeat(2, "a", late)), m.Tick(late))
     assert announced(instructions) == ["links_failed"], "the device is alive, so the link failed"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from roster import CONFIG, NOW, after, announced, cluster, dead, device, recorded, stops
+from roster import CONFIG, NOW, after, announced, cluster, dead, device, pass_time, recorded, stops
 
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, NotFound, ResourceExhausted
 from hoop.membership import events as m
@@ -76,8 +76,10 @@ def test_joining_again_after_death_repairs_no_communicator() -> None:
 
 
 def test_joining_again_clears_the_call_history() -> None:
-    state = after(cluster(1), *[m.CallReported(1, "refused", NOW)] * 3, m.Joined(device(1), NOW + 5))
-    assert state.member(1).heartbeats.calls == ()
+    state = after(cluster(1), *[m.CallReported(1, "refused", NOW)] * 3)
+    assert state.member(1).heartbeats.failed_calls == 3
+    state = after(state, m.Joined(device(1), NOW + 5))
+    assert state.member(1).heartbeats.failed_calls == 0
     assert after(state, m.Tick(NOW + 5)).member(1).usable
 
 
@@ -178,7 +180,7 @@ def test_the_lease_begins_with_the_first_heartbeat() -> None:
     for tenths in range(1, 41):
         state = after(state, m.Heartbeat(3, "a", NOW + tenths / 10))
         state, instructions = step(state, m.Tick(NOW + tenths / 10))
-        assert instructions == ()
+        assert not announced(instructions)
     state = after(state, m.Heartbeat(1, "a", NOW + 4.0))
     for tenths in range(41, 57):
         state = after(state, m.Heartbeat(3, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
@@ -338,7 +340,6 @@ def test_events_of_lost_devices_are_ignored(gone: m.MembershipEvent) -> None:
 
 def test_a_successful_call_is_recorded_and_changes_nothing_else() -> None:
     state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.CallReported(1, "", NOW))
-    assert state.member(1).heartbeats.calls == (True,)
     assert state.member(1).health == Health.SUSPECT, "only a heartbeat clears it"
     assert instructions == ()
 
@@ -349,16 +350,85 @@ def test_a_failed_call_makes_a_suspect() -> None:
     assert instructions[-1] == m.Probe(1)
 
 
-def test_too_many_failed_calls_declare_a_device_dead_despite_heartbeats() -> None:
-    state = cluster(1)
-    for _ in range(2):
-        state = after(state, m.CallReported(1, "reset", NOW), m.CallReported(1, "", NOW), m.Heartbeat(1, "a", NOW))
-    state, instructions = step(state, m.CallReported(1, "reset", NOW))
+def test_a_device_whose_calls_fail_for_a_lease_is_dead_despite_heartbeats() -> None:
+    state = after(cluster(1), *[m.CallReported(1, "reset", NOW)] * 5)
+    assert state.member(1).usable, "a connection that breaks fails all calls on it at once"
+    state = after(pass_time(state, NOW, NOW + 1.0, 1), m.CallReported(1, "reset", NOW + 1.0))
+    assert state.member(1).usable
+    state = pass_time(state, NOW + 1.0, NOW + 1.5, 1)
+    state, instructions = step(state, m.CallReported(1, "reset", NOW + 1.5))
     assert (state.member(1).health, state.member(1).reason) == (
         Health.DEAD,
-        "3 of the last 5 calls failed: reset",
+        "it sends heartbeats, but its last 7 calls failed, over 1.5 s: reset",
     )
     assert announced(instructions) == ["device_dead"]
+
+
+def test_failed_calls_to_a_silent_device_say_no_more_than_its_silence() -> None:
+    """It is frozen, for less than a lease. The coordinator hears another one, so it is not the fault."""
+    state = pass_time(cluster(1, 2), NOW, NOW + 0.4, 2)
+    for tenths in range(5, 15):
+        state = pass_time(state, NOW + (tenths - 1) / 10, NOW + tenths / 10, 2)
+        state = after(state, m.CallReported(1, "ping timeout", NOW + tenths / 10))
+    assert (state.member(1).health, state.member(1).heartbeats.failed_calls) == (Health.SUSPECT, 0)
+
+
+# ---- processes that are slow, stopped or gone
+
+
+def test_a_silent_device_is_probed_although_it_is_no_suspect() -> None:
+    state = pass_time(cluster(1, 2), NOW, NOW + 0.4, 2)
+    state, instructions = step(state, m.Tick(NOW + 0.5))
+    assert state.member(1).health == Health.ALIVE
+    assert instructions == (m.Probe(1),)
+
+
+def test_a_silent_device_whose_process_runs_is_not_dead() -> None:
+    """It holds Python's interpreter lock for a minute, or waits for a core."""
+    state = cluster(1, 2)
+    for second in range(60):
+        state = pass_time(state, NOW + second, NOW + second + 1, 2)
+        state = after(state, m.Probed(1, "a", "", runs_at=NOW + second + 1))
+    assert state.member(1).health == Health.ALIVE
+    state = pass_time(state, NOW + 60, NOW + 61.4, 2)
+    assert state.member(1).usable
+    state = pass_time(state, NOW + 61.4, NOW + 61.6, 2)
+    assert state.member(1).health == Health.DEAD, "it was stopped"
+
+
+@pytest.mark.parametrize(("by_answer", "health"), [(True, Health.DEAD), (False, Health.ALIVE)])
+def test_before_its_first_heartbeat_only_the_kernel_can_say_that_a_device_runs(by_answer: bool, health: Health) -> None:
+    """What answers at an address at which no device was ever heard may be another process."""
+    state = after(cluster(2), m.Joined(device(1), NOW))
+    for second in range(10):
+        state = pass_time(state, NOW + second, NOW + second + 1, 2)
+        state = after(state, m.Probed(1, "a", "", NOW + second + 1, by_answer))
+    assert state.member(1).health == health
+
+
+def test_a_late_coordinator_gives_silent_devices_more_time() -> None:
+    """Its ticks come in bursts, every half second: it waits for a core itself."""
+    state, now = cluster(1, 2), NOW
+    for _ in range(4):
+        state = pass_time(after(state, m.Heartbeat(2, "a", now + 0.5), m.Tick(now + 0.5)), now + 0.5, now + 1, 2)
+        now += 1
+    assert state.member(1).usable
+    assert state.observer.late_seconds == 4
+    state = pass_time(state, now, now + 8, 2)
+    assert state.member(1).health == Health.DEAD
+
+
+def test_a_freeze_of_the_coordinator_is_no_silence_of_its_devices() -> None:
+    """Whichever it processes first afterwards: its tick, or what devices had sent."""
+    state, now = pass_time(cluster(1, 2), NOW, NOW + 1, 1, 2), NOW + 1
+    for freeze in (0.3, 1.0, 1.4, 2.5, 5.0, 19.0):
+        for order in ((m.Tick, m.Heartbeat), (m.Heartbeat, m.Tick)):
+            now += freeze
+            for kind in order:
+                state = after(state, m.Tick(now) if kind is m.Tick else m.Heartbeat(2, "a", now))
+            state = after(pass_time(state, now, now + 1.0, 2), m.Heartbeat(1, "a", now + 1.0))
+            now += 1.0
+            assert state.member(1).health == state.member(2).health == Health.ALIVE
 
 
 # ---- leaving
@@ -392,6 +462,7 @@ def test_a_communicator_keeps_the_order_of_its_devices() -> None:
         "finalized": False,
         "broken_by": 0,
         "reason": "",
+        "ran": False,
     }
     assert announced(instructions) == ["communicator_created"]
 

@@ -40,7 +40,7 @@ def test_addresses_are_checked_at_both_ends(arena: Arena) -> None:
         message = str(caught.value)
         assert f"address {address:#x} with size {size} " in message
         assert f"[{low:#x}, {high:#x})" in message
-        assert str(arena.path) in message
+        assert str(arena.path) not in message, "the caller may be on another machine"
 
 
 def test_sums_beyond_64_bits_are_out_of_range_and_do_not_wrap_around(arena: Arena) -> None:

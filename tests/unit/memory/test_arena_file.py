@@ -17,6 +17,9 @@ from hoop.memory import Arena, default_directory, storage
 from hoop.memory.storage import Geometry
 
 CAPACITY = 64 * 1024
+MIB = 1 << 20
+GROWING = 1 << 34
+SHARED_MEMORY = Path("/dev/shm")
 Python = Callable[..., subprocess.Popen[str]]
 
 
@@ -28,6 +31,35 @@ def test_a_new_arena_is_empty_private_and_fully_reserved(arena: Arena, path: Pat
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert found.st_size == Geometry(CAPACITY).file_size
     assert found.st_blocks * 512 >= found.st_size or not hasattr(os, "posix_fallocate")
+
+
+def test_a_growing_arena_reserves_memory_for_its_buffers_only(path: Path) -> None:
+    with Arena.create(path, GROWING, grows=True) as arena:
+        assert path.stat().st_size == Geometry(GROWING).file_size
+        before = path.stat().st_blocks * 512
+        assert before < 16 * MIB
+        buffer = arena.allocate("weights", 20 * MIB)
+        if hasattr(os, "posix_fallocate"):
+            assert 20 * MIB <= path.stat().st_blocks * 512 - before < 21 * MIB
+        arena.write(buffer.address, b"x" * buffer.size)
+        with Arena.attach(path) as attached:
+            assert attached.read(attached.buffer("weights").address, 1) == b"x"
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no /dev/shm")
+def test_a_growing_arena_says_when_there_is_no_memory() -> None:
+    """Else the first access would end the process by SIGBUS."""
+    found = os.statvfs(SHARED_MEMORY)
+    size = (found.f_blocks + 1) * found.f_frsize
+    path = SHARED_MEMORY / f"hoop-test-{os.getpid()}.arena"
+    with Arena.create(path, 2 * size, grows=True) as arena:
+        try:
+            with pytest.raises(OutOfMemory, match=r"it cannot grow by .* free; use fewer devices"):
+                arena.allocate("weights", size)
+            assert (arena.used, arena.buffers()) == (0, [])
+            arena.allocate("weights", MIB)
+        finally:
+            arena.close(delete=True)
 
 
 def test_an_existing_file_is_not_overwritten(path: Path) -> None:

@@ -155,7 +155,7 @@ def test_cuts_follow_device_speeds_or_are_given() -> None:
     assert [stage.blocks for stage in fast.stages] == [range(6), range(6, 8)]
     given = fit(Pipeline(), plan, blocks(), [None] * 2, cuts=[1])
     assert [stage.blocks for stage in given.stages] == [range(1), range(1, 8)]
-    with pytest.raises(InvalidArgument, match="stages: 2 are more than the model's 1 blocks"):
+    with pytest.raises(InvalidArgument, match="stages: 2 are more than the model's 1 block;"):
         fit(Pipeline(), plan, blocks(1), [None] * 2)
     with pytest.raises(InvalidArgument, match="memory: 3 values for 2 devices"):
         fit(Pipeline(), plan, blocks(), [None] * 3)

@@ -12,7 +12,7 @@ from hoop.data.sampler import shard
 from hoop.data.structured import StructuredDataset
 from hoop.data.worker_pool import WorkerPool
 from hoop.engine.data_feed import DataFeed, Position
-from hoop.engine.job import INHERITED, LOADED, import_path
+from hoop.engine.job import LOADED, import_path
 from hoop.engine.stage.provenance import sample_fingerprint
 from hoop.engine.step_schedule import StepWork
 
@@ -24,9 +24,8 @@ LOADERS: dict[str, WorkerPool] = {}
 def fork_loaders(job: str) -> None:
     """Forks the workers of a job's dataset, if it wants any. Called in a device's process before it has threads."""
     name = import_path(job)
-    index = name.removeprefix("inherited:")
-    found = INHERITED[int(index)] if name != index else LOADED.get(name)
-    data = found.data().train if found is not None else None
+    loaded = LOADED.get(name)
+    data = loaded.data().train if loaded is not None else None
     if isinstance(data, StructuredDataset) and data.num_workers:
         LOADERS[name] = WorkerPool(data, data.num_workers)
 

@@ -25,6 +25,8 @@ from hoop.errors import InvalidArgument
 Scheduler = LRScheduler | ReduceLROnPlateau
 StateTemplate = list[dict[tuple[int, str], Any]]
 """State that the optimizers keep of each trained parameter, by number of the optimizer and key."""
+TRIED_ELEMENTS = 1_000_000
+"""Number of parameters up to which an optimizer is tried on a copy of the whole model."""
 JSON_TYPES = (bool, int, float, str, type(None))
 
 
@@ -227,6 +229,12 @@ class JobTrainableState(TrainableState):
             self._evaluated = done
 
     def trial_state(self) -> StateTemplate:
+        if keeps_gradients(self.optimizer) and sum(parameter.numel() for parameter in self.trained) > TRIED_ELEMENTS:
+            small = small_twin(self.model)
+            trained = [parameter for parameter in small.parameters() if parameter.requires_grad]
+            template_of_small = trial_state([make_optimizer(self._job, self._all_settings, small)], trained)
+            if (template := _enlarged(template_of_small, trained, self.trained)) is not None:
+                return template
         twin = copy.deepcopy(self.model)
         trained = [one for one in twin.parameters() if one.requires_grad]
         return trial_state([make_optimizer(self._job, self._all_settings, twin)], trained)
@@ -261,6 +269,35 @@ def _like(value: Any, own: Any) -> Any:
 
 def _number(key: str) -> Any:
     return int(key) if key.lstrip("-").isdigit() else key
+
+
+def small_twin(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have few elements, and as many dimensions; it shares the buffers.
+
+    An optimizer's step on it costs milliseconds whatever the size of the model.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        few = parameter.detach()[tuple(slice(0, 2 + axis) for axis in range(parameter.dim()))].clone()
+        memo[id(parameter)] = nn.Parameter(few, parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _enlarged(template: StateTemplate, small: Sequence[Tensor], trained: Sequence[Tensor]) -> StateTemplate | None:
+    """The template of parameters, from that of a ``small_twin``; None if it does not follow from the shapes.
+
+    Its tensors have no elements: a template says types and shapes.
+    """
+    enlarged: StateTemplate = []
+    for kept, few, parameter in zip(template, small, trained, strict=True):
+        enlarged.append({})
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.dim():
+                if value.shape != few.shape:
+                    return None
+                value = torch.empty(parameter.shape, dtype=value.dtype, device="meta")
+            enlarged[-1][key] = value
+    return enlarged
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -13,7 +13,14 @@ from hoop.data.dataset import Splits
 from hoop.data.structured import structured
 from hoop.engine.custom.feed import StructuredFeed
 from hoop.engine.custom.loss import CustomLoss
-from hoop.engine.custom.objects import JobTrainableState, StateTemplate, TrainableState
+from hoop.engine.custom.objects import (
+    TRIED_ELEMENTS,
+    JobTrainableState,
+    StateTemplate,
+    TrainableState,
+    keeps_gradients,
+    small_twin,
+)
 from hoop.engine.custom.own_loop import OwnLoopJob
 from hoop.engine.custom.state import CustomState
 from hoop.engine.executor import CustomParts, PartitionedModel, PlanExecutor, RankRuntime
@@ -23,7 +30,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import CPU
 from hoop.engine.step_schedule import StepSchedule
 from hoop.engine.update_choice import check_can_shard
-from hoop.errors import InvalidArgument
+from hoop.errors import HoopError, InvalidArgument
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
@@ -45,8 +52,17 @@ def check_parts(job: Job, settings: Settings, model: nn.Module, samples: int) ->
     strategy = parse(settings.strategy)
     check_can_shard(DataParallel(sharded=True) if settings.sharded_update == "on" else strategy, custom=True)
     check_strategy(strategy)
-    twin = copy.deepcopy(model)
-    JobTrainableState(job, settings, twin, StepSchedule(settings, samples).steps_per_epoch).trial_state()
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= TRIED_ELEMENTS
+    twin = copy.deepcopy(model) if is_small else small_twin(model)
+    objects = JobTrainableState(job, settings, twin, StepSchedule(settings, samples).steps_per_epoch)
+    try:
+        objects.trial_state()
+    except HoopError:
+        raise
+    except Exception:
+        if is_small or keeps_gradients(objects.optimizer):
+            raise
+        # An optimizer of the user's may need the whole parameters: the devices try it on those.
 
 
 def costs_of(objects: TrainableState, template: StateTemplate) -> Block:

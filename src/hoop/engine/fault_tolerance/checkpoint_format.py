@@ -17,12 +17,12 @@ A byte that is damaged later, in the client's memory or on the disk, does not ma
 is read. The weights alone are hashed once more, for the run's ``weights_sha256``. A file of an earlier version has one
 sha256 over all bytes.
 
+``checkpoint_header.py`` reads the header and compares the checksums, without PyTorch.
 ``snapshots.py`` writes one rank's part of a checkpoint into the arena; ``runs/checkpoint_store.py`` writes the file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -35,6 +35,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from hoop.engine.fault_tolerance.checkpoint_header import (
+    BLANK_CHECKSUM,
+    CHECKSUM_KEY,
+    METADATA_KEY,
+    PADDING_KEY,
+    TENSORS_KEY,
+    Header,
+    sha256_of,
+)
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout
 from hoop.errors import FailedPrecondition
@@ -43,13 +52,6 @@ log = logging.getLogger("hoop.engine")
 MOMENT = "optimizer.moment"
 CUSTOM = "hoop."
 """Prefix of the names of optimizer state, averaged weights and texts of custom training (``custom/state.py``)."""
-CHECKSUM_KEY = "sha256"
-"""Key of the header's checksum, in a file's metadata and in ``snapshot`` events."""
-_TENSORS_KEY = "tensors_sha256"
-"""Key of the tensors' checksums, one after the other, in the order of their bytes."""
-_BLANK_CHECKSUM = "0" * 64
-"""Placeholder of a checksum until it is computed."""
-_PADDING_KEY = "padding"
 _METADATA_BYTES = 1024
 
 
@@ -113,7 +115,6 @@ def restore(stages: Sequence[Stateful], model: nn.Module, tensors: Mapping[str, 
 
 # ---- the file format
 
-_METADATA_KEY = "hoop"
 _DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -131,11 +132,11 @@ _DTYPES = {
 
 def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
     """The bytes of a safetensors file, with its checksums."""
-    blank = {_METADATA_KEY: _with_blank_checksums(metadata, len(tensors))}
+    blank = {METADATA_KEY: _with_blank_checksums(metadata, len(tensors))}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     data = bytearray(safetensors.torch.save(contiguous, blank))
-    header = _Header.parse(data, "checkpoint")
-    header.fill_in(memoryview(data), [_sha256(data, *span) for span in header.spans.values()])
+    header = Header.parse(data, "checkpoint")
+    header.fill_in(memoryview(data), [sha256_of(data, *span) for span in header.spans.values()])
     return bytes(data)
 
 
@@ -157,8 +158,8 @@ def serialized_parts(
     known = checksums or {}
     text, order = _header_text(tensors, metadata)
     parts = [_bytes_of(tensors[name]) for name in order]
-    found = [known.get(name) or _sha256(part) for name, part in zip(order, parts, strict=True)]
-    _Header.parse(text, "checkpoint", with_tensors=False).fill_in(memoryview(text), found)
+    of_tensors = [known.get(name) or sha256_of(part) for name, part in zip(order, parts, strict=True)]
+    Header.parse(text, "checkpoint", with_tensors=False).fill_in(memoryview(text), of_tensors)
     return [bytes(text), *parts]
 
 
@@ -171,7 +172,7 @@ def _header_text(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> 
     """The beginning of a file, with blank checksums, and the names of the tensors in the order of their bytes."""
     # In the library's order: the largest elements first, so that all are aligned.
     order = sorted(tensors, key=lambda name: (list(_DTYPES).index(tensors[name].dtype), name))
-    header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: _with_blank_checksums(metadata, len(order))}}
+    header: dict[str, Any] = {"__metadata__": {METADATA_KEY: _with_blank_checksums(metadata, len(order))}}
     end = 0
     for name in order:
         begin, end = end, end + tensors[name].nbytes
@@ -187,8 +188,8 @@ def padded(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
     Numbers in it, such as losses, have more digits or fewer.
     """
-    length = len(json.dumps(json.dumps({**metadata, _PADDING_KEY: ""})))  # the file has it as a string in JSON
-    return {**metadata, _PADDING_KEY: " " * (-length % _METADATA_BYTES)}
+    length = len(json.dumps(json.dumps({**metadata, PADDING_KEY: ""})))  # the file has it as a string in JSON
+    return {**metadata, PADDING_KEY: " " * (-length % _METADATA_BYTES)}
 
 
 def copy_into(
@@ -202,8 +203,8 @@ def copy_into(
     if _has_rare_dtype(tensors):
         data = serialize(tensors, metadata)
         allocate(len(data))[:] = data
-        found = _Header.parse(data, "checkpoint").checksum, len(data)
-        return lambda: found
+        checksum_and_size = Header.parse(data, "checkpoint").checksum, len(data)
+        return lambda: checksum_and_size
     text, order = _header_text(tensors, metadata)
     end = len(text)
     size = end + sum(tensors[name].nbytes for name in order)
@@ -215,17 +216,17 @@ def copy_into(
         begin, end = end, end + tensor.nbytes
         if end > begin:
             content[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    header = _Header.parse(text, "checkpoint", with_tensors=False)
+    header = Header.parse(text, "checkpoint", with_tensors=False)
 
     def complete() -> tuple[str, int]:
-        return header.fill_in(memory, [_sha256(memory, *span) for span in header.spans.values()]), size
+        return header.fill_in(memory, [sha256_of(memory, *span) for span in header.spans.values()]), size
 
     return complete
 
 
 def _with_blank_checksums(metadata: Mapping[str, Any], tensors: int) -> str:
     """The metadata as JSON. The checksums come first, so that the first runs of zeros in the file are their places."""
-    blank = {CHECKSUM_KEY: _BLANK_CHECKSUM, _TENSORS_KEY: _BLANK_CHECKSUM * tensors}
+    blank = {CHECKSUM_KEY: BLANK_CHECKSUM, TENSORS_KEY: BLANK_CHECKSUM * tensors}
     return json.dumps(blank | dict(metadata) | blank)
 
 
@@ -251,7 +252,7 @@ class VerifiedCheckpoint:
 
 def verified(data: bytes | bytearray, where: Path | str = "checkpoint") -> VerifiedCheckpoint:
     """Does what ``deserialize`` does, with the checksums of the tensors, for ``serialized_parts``."""
-    header = _Header.parse(data, where)
+    header = Header.parse(data, where)
     checksums = header.verify(data, where)
     metadata = header.public_metadata()
     try:
@@ -260,14 +261,6 @@ def verified(data: bytes | bytearray, where: Path | str = "checkpoint") -> Verif
         return VerifiedCheckpoint(tensors, metadata, checksums)
     except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
         raise FailedPrecondition(f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}") from None
-
-
-def read_metadata(data: bytes | bytearray, where: Path | str = "checkpoint") -> dict[str, Any]:
-    """The metadata of a file's bytes, without its checksums being computed: for bytes that another reader verifies.
-
-    Raises ``FailedPrecondition``, which names ``where``, for a truncated file.
-    """
-    return _Header.parse(data, where).public_metadata()
 
 
 def _views(data: bytearray, end: int) -> dict[str, Tensor] | None:
@@ -291,98 +284,3 @@ def _views(data: bytearray, end: int) -> dict[str, Tensor] | None:
         else:
             found[name] = torch.empty(shape, dtype=kind)
     return found
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The header of a file."""
-
-    end: int
-    """Offset of the header's end in bytes."""
-    metadata: dict[str, Any]
-    spans: dict[str, tuple[int, int]]
-    """First byte and end of each tensor in the file, in the order of the checksums."""
-
-    @classmethod
-    def parse(cls, data: bytes | bytearray, where: Path | str, with_tensors: bool = True) -> _Header:
-        """Raises FailedPrecondition for a truncated file. ``with_tensors``: the data is the whole file."""
-        end = 8 + int.from_bytes(data[:8], "little")
-        if len(data) < 8 or len(data) < end:
-            raise FailedPrecondition(f"{where}: torn: it ends after {len(data)} bytes, within its header")
-        try:
-            header = json.loads(data[8:end])
-            metadata = json.loads(header.pop("__metadata__")[_METADATA_KEY])
-            offsets = {
-                name: (end + one["data_offsets"][0], end + one["data_offsets"][1]) for name, one in header.items()
-            }
-            spans = dict(sorted(offsets.items(), key=lambda item: item[1]))
-            size = max((stop for _, stop in spans.values()), default=end)
-            torn = with_tensors and len(data) < size
-            if not isinstance(metadata, dict) or len(metadata[CHECKSUM_KEY].encode()) != len(_BLANK_CHECKSUM):
-                raise ValueError("no checksum")
-            if _TENSORS_KEY in metadata and len(metadata[_TENSORS_KEY]) != len(_BLANK_CHECKSUM) * len(spans):
-                raise ValueError("no checksum for each tensor")
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise FailedPrecondition(
-                f"{where}: damaged, or not a checkpoint of Hoop's: {len(data)} bytes, {error!r}"
-            ) from None
-        if torn:
-            raise FailedPrecondition(f"{where}: torn: {len(data)} of {size} bytes are there")
-        return cls(end, metadata, spans)
-
-    @property
-    def checksum(self) -> str:
-        return str(self.metadata[CHECKSUM_KEY])
-
-    def public_metadata(self) -> dict[str, Any]:
-        """The metadata without what this format adds, but with the header's checksum."""
-        return {name: value for name, value in self.metadata.items() if name not in (_TENSORS_KEY, _PADDING_KEY)}
-
-    def fill_in(self, memory: memoryview, checksums: Sequence[str]) -> str:
-        """Write the tensors' checksums into the header, whose checksums are blank, then its own, which is returned."""
-        text = bytes(memory[: self.end])
-        at = text.index(_BLANK_CHECKSUM.encode())
-        blank = (_BLANK_CHECKSUM * len(checksums)).encode()
-        start = text.index(blank, at + len(_BLANK_CHECKSUM))
-        memory[start : start + len(blank)] = "".join(checksums).encode()
-        found = _checksum(memory[: self.end], at)
-        memory[at : at + len(found)] = found.encode()
-        return found
-
-    def verify(self, data: bytes | bytearray, where: Path | str) -> dict[str, str]:
-        """The checksums of the tensors by name; raises FailedPrecondition if a byte of the file is not covered."""
-        at = data.find(self.checksum.encode(), 8, self.end)
-        if _TENSORS_KEY not in self.metadata:  # a file of an earlier version
-            self._compare(where, f"its {len(data)} bytes", self.checksum, _checksum(data, at))
-            return {}
-        self._compare(
-            where, f"its header of {self.end} bytes", self.checksum, _checksum(memoryview(data)[: self.end], at)
-        )
-        ends = [self.end, *(stop for _, stop in self.spans.values())]
-        if [start for start, _ in self.spans.values()] + [len(data)] != ends:
-            raise FailedPrecondition(f"{where}: damaged: its {len(data)} bytes are not those of its tensors")
-        size, text = len(_BLANK_CHECKSUM), self.metadata[_TENSORS_KEY]
-        found = {name: text[index * size : (index + 1) * size] for index, name in enumerate(self.spans)}
-        for name, span in self.spans.items():
-            self._compare(where, name, found[name], _sha256(data, *span))
-        return found
-
-    @staticmethod
-    def _compare(where: Path | str, what: str, expected: str, found: str) -> None:
-        if found != expected:
-            raise FailedPrecondition(
-                f"{where}: damaged or tampered with: the checksum of {what} is {found[:16]}…, not {expected[:16]}…"
-            )
-
-
-def _sha256(data: bytes | bytearray | memoryview, start: int = 0, stop: int | None = None) -> str:
-    return hashlib.sha256(memoryview(data)[start:stop]).hexdigest()
-
-
-def _checksum(data: bytes | bytearray | memoryview, at: int) -> str:
-    """sha256 of these bytes, with zeros for the 64 characters at ``at``."""
-    view = memoryview(data)
-    digest = hashlib.sha256(view[:at])
-    digest.update(_BLANK_CHECKSUM.encode())
-    digest.update(view[at + len(_BLANK_CHECKSUM) :])
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ whole batch. For a shard with n of the batch's N samples:
     none        a value (or row) a sample      the mean                   1/N times that of its sum
 
 Hoop's own losses (``LOSSES``) return the sum, and training minimises the mean unless the job states otherwise.
-``engine/loss_reduction.py`` determines the reduction of a user's function.
+``engine/loss_reduction.py`` finds the reduction of a user's function.
 
 A ``Stage`` runs forward and backward of consecutive blocks of the model, one micro-batch at a time. It saves what the
 backward needs by the number of the micro-batch. Gradients are written into views of a slot in the arena, so a step
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
 
-from hoop.errors import InternalError, InvalidArgument
+from hoop.errors import HoopError, InternalError, InvalidArgument
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MEAN, SUM, NONE = REDUCTIONS = ("mean", "sum", "none")
@@ -72,6 +73,31 @@ def num_correct(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.zeros((), device=outputs.device)
 
 
+@contextmanager
+def naming_wrong_targets(outputs: Any, targets: Any) -> Iterator[None]:
+    """Replaces PyTorch's error about a target that is none of the classes by one that names it."""
+    try:
+        yield
+    except (IndexError, RuntimeError):
+        _check_targets(outputs, targets)
+        raise
+
+
+def _check_targets(outputs: Any, targets: Any) -> None:
+    """Raises if targets are class numbers, and one of them is not one of the classes that the model returns."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2:
+        return
+    if targets.is_floating_point() or targets.is_cuda or not targets.numel():
+        return
+    classes = outputs.shape[-1 if outputs.dim() == targets.dim() + 1 and outputs.shape[:-1] == targets.shape else 1]
+    wrong = targets[(targets < 0) | (targets >= classes)]
+    if wrong.numel():
+        raise InvalidArgument(
+            f"data: the target {int(wrong[0])} is not one of the {classes} classes that the model returns, 0 to "
+            f"{classes - 1}; number the classes from 0, or give the model more outputs"
+        )
+
+
 def function_name(function: Loss) -> str:
     """Return a name of a loss function for error messages."""
     name = getattr(function, "__qualname__", None)
@@ -81,7 +107,10 @@ def function_name(function: Loss) -> str:
 def call_loss(function: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Call a user's loss function; raises if it returns neither a scalar tensor nor one value (or row) a sample."""
     try:
-        found: Any = function(outputs, targets)
+        with naming_wrong_targets(outputs, targets):
+            found: Any = function(outputs, targets)
+    except HoopError:
+        raise
     except Exception as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # raised by Python code, which the traceback names
@@ -109,8 +138,7 @@ class Criterion:
     minimised: str
     """The reduction over the global batch that training minimises: ``mean`` or ``sum``."""
     check: Callable[[Tensor, Tensor], None] | None = None
-    """Function that is called with the outputs and targets of each shard before the loss; raises if ``returns`` is
-    wrong."""
+    """Function that is called with the loss and the targets of each shard; raises if ``returns`` is wrong for it."""
 
     @classmethod
     def of(cls, function: Loss, reduction: str, check: Callable[[Tensor, Tensor], None] | None = None) -> Criterion:
@@ -119,9 +147,9 @@ class Criterion:
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the function's scalar for these samples; if it returns one value a sample, their sum."""
-        if self.check is not None:
-            self.check(outputs, targets)
         found = call_loss(self.function, outputs, targets)
+        if self.check is not None:
+            self.check(found, targets)
         if self.returns == NONE and found.dim() and len(found) == len(targets):
             return found.flatten(1).mean(1).sum() if found.dim() > 1 else found.sum()
         if found.numel() != 1 or (self.returns == NONE and len(targets) != 1):
@@ -181,7 +209,8 @@ class Objective:
         ``batch``: number of samples of the global batch. The loss is a tensor while a GPU still computes it.
         """
         if self.by_hand is not None and outputs.dim() == 2:
-            losses, gradient = self.by_hand(outputs, targets, 1.0 / batch)
+            with naming_wrong_targets(outputs, targets):
+                losses, gradient = self.by_hand(outputs, targets, 1.0 / batch)
             return loss_value(losses.sum()), gradient
         criterion, samples = self._criterion, len(targets)
         outputs = outputs.detach().requires_grad_()

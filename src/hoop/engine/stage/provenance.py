@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hoop.collectives.reduction import Array
-from hoop.data.dataset import Indices
+
+if TYPE_CHECKING:
+    from hoop.data.dataset import Indices
 
 ELEMENTS_PER_SHARD = 2
 """Number of elements of the provenance row that belong to one shard."""

@@ -26,15 +26,20 @@ table inet hoop {{
 """
 
 
-def unavailable_reason() -> str:
-    """Returns why network namespaces cannot be used on this machine; empty if they can."""
+def unavailable_reason(rules: bool = True) -> str:
+    """Returns why network namespaces cannot be used on this machine; empty if they can.
+
+    ``rules``: with rules of nftables, which all but ``unplug`` need.
+    """
     if os.geteuid():
         return "namespaces need root"
-    missing = [tool for tool in ("ip", "nft", "unshare") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "nft", "unshare") if shutil.which(tool) is None and (rules or tool != "nft")]
     if missing:
         return f"{' and '.join(missing)} not installed (Debian: iproute2, nftables, util-linux)"
-    probe = subprocess.run(["unshare", "--net", "nft", "list", "ruleset"], capture_output=True, check=False)
-    return "" if probe.returncode == 0 else "namespaces, or nftables in them, are not allowed here"
+    tried = ["nft", "list", "ruleset"] if rules else ["ip", "link", "add", "type", "veth"]
+    probe = subprocess.run(["unshare", "--net", *tried], capture_output=True, check=False)
+    what = "nftables" if rules else "links"
+    return "" if probe.returncode == 0 else f"namespaces, or {what} in them, are not allowed here"
 
 
 def ip(*arguments: str) -> None:
@@ -109,6 +114,14 @@ class Network:
             for field, address in (("saddr", incoming), ("daddr", outgoing))
         )
         self._set_rules(host, came, left)
+
+    def unplug(self, host: int) -> None:
+        """Takes this host off the bridge: nothing reaches it, and nothing that it sends arrives. Needs no nft."""
+        ip("link", "set", f"{self._name}-{host}", "nomaster")
+
+    def plug_in(self, host: int) -> None:
+        """Puts a host that was unplugged on the bridge again."""
+        ip("link", "set", f"{self._name}-{host}", "master", self._name)
 
     def lose(self, host: int, percent: int) -> None:
         """Drops ``percent`` of a hundred packets that reach this host, and of those that leave it, at random."""

@@ -238,18 +238,17 @@ class Experiment:
         **settings: Any,
     ) -> TrainingRun:
         """Train with progress output. ``what`` describes the run; ``on_event`` is called with every event."""
-        from hoop.engine.job import INHERITED, Job, find_job
+        from hoop.engine.job import GIVEN, LOADED, Job, find_job
         from hoop.engine.recipes import RECIPES
         from hoop.runs.training import Launch, Training
 
         self.log(f"{what}: {strategy} on {devices} device{'s'[: devices != 1]}")
-        name = job if isinstance(job, str) else f"inherited:{len(INHERITED)}"
-        if isinstance(job, Job):
-            INHERITED.append(job)
-        found = find_job(name, RECIPES)
+        name = job if isinstance(job, str) else GIVEN
+        loaded = job if isinstance(job, Job) else find_job(job, RECIPES)
+        LOADED[name] = loaded
         settings["accelerator"] = accelerator or self.accelerator
-        checked = found.defaults(name).replaced({**settings, "strategy": strategy}).check()
-        found.data()  # before the fork: the devices share the loaded data
+        checked = loaded.defaults(name).replaced({**settings, "strategy": strategy}).check()
+        loaded.data()  # before the fork: the devices share the loaded data
         trained = TrainingRun({})
         with tempfile.TemporaryDirectory(prefix="hoop-") as folder:
             running = RunningCluster(Path(folder) / "address")

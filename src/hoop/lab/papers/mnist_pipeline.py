@@ -28,7 +28,8 @@ from hoop.errors import InternalError
 from hoop.lab.papers.experiment import Experiment, Findings, TrainingRun, Verdict, grade, make_table, median_seconds
 from hoop.lab.papers.predicted import ETHERNET, all_reduce_seconds
 from hoop.report.chart import Bars, Chart, ChartLine, Lines
-from hoop.wire.channels import channel_options
+from hoop.wire.auth import grpc_target
+from hoop.wire.channels import LOCAL_LEASE_S, channel_options
 from hoop.wire.generated import gpu_sim_pb2 as gpu_sim
 from hoop.wire.generated import gpu_sim_pb2_grpc as gpu_sim_grpc
 
@@ -43,7 +44,7 @@ class AllReduceVariants:
         self.addresses = [device.info.min_address for device in self.comm.devices]
         self.buffer = self.comm.at(self.addresses, count, "float64")
         self.count = count
-        self._channel = grpc.insecure_channel(str(client.address), options=channel_options())
+        self._channel = grpc.insecure_channel(grpc_target(client.address), options=channel_options(LOCAL_LEASE_S))
         self._gpu_sim = gpu_sim_grpc.GPUCoordinatorStub(self._channel)
 
     def listed(self) -> None:

@@ -54,7 +54,7 @@ class GpuMemory(_message.Message):
     def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version", "gpu", "processor")
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version", "gpu", "processor", "process")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class DeviceDescription(_message.Message):
     PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
     PROCESSOR_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     address: str
     data_address: str
@@ -85,7 +86,8 @@ class DeviceDescription(_message.Message):
     python_version: str
     gpu: str
     processor: str
-    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., gpu: _Optional[str] = ..., processor: _Optional[str] = ...) -> None: ...
+    process: str
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., gpu: _Optional[str] = ..., processor: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -130,16 +132,18 @@ class LinkDescription(_message.Message):
     def __init__(self, communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., device_id: _Optional[int] = ..., sent: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("name", "bytes", "alignment", "reuse")
+    __slots__ = ("name", "bytes", "alignment", "reuse", "call_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
     bytes: int
     alignment: int
     reuse: bool
-    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., alignment: _Optional[int] = ..., reuse: bool = ...) -> None: ...
+    call_id: str
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., alignment: _Optional[int] = ..., reuse: bool = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
     __slots__ = ("buffer",)
@@ -148,10 +152,12 @@ class AllocateResponse(_message.Message):
     def __init__(self, buffer: _Optional[_Union[Buffer, _Mapping]] = ...) -> None: ...
 
 class FreeRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "call_id")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    call_id: str
+    def __init__(self, name: _Optional[str] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class FreeResponse(_message.Message):
     __slots__ = ()
@@ -288,18 +294,20 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("assignment", "operations", "timeout_s", "release", "reservation_id")
+    __slots__ = ("assignment", "operations", "timeout_s", "release", "reservation_id", "call_id")
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     assignment: RankAssignment
     operations: _containers.RepeatedCompositeFieldContainer[LaunchOperation]
     timeout_s: float
     release: bool
     reservation_id: int
-    def __init__(self, assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ..., reservation_id: _Optional[int] = ...) -> None: ...
+    call_id: str
+    def __init__(self, assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ..., reservation_id: _Optional[int] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class LaunchOperation(_message.Message):
     __slots__ = ("operation", "operand", "round")
@@ -346,7 +354,7 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartTaskRequest(_message.Message):
-    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run", "future_ranks")
+    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run", "future_ranks", "call_id")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +362,7 @@ class StartTaskRequest(_message.Message):
     JOINING_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     FUTURE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     assignment: RankAssignment
     settings: str
@@ -361,7 +370,8 @@ class StartTaskRequest(_message.Message):
     joining: bool
     run: str
     future_ranks: int
-    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ..., future_ranks: _Optional[int] = ...) -> None: ...
+    call_id: str
+    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ..., future_ranks: _Optional[int] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class StartTaskResponse(_message.Message):
     __slots__ = ()
@@ -622,7 +632,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("address", "pid", "devices", "communicators", "jobs", "time", "hoop_version")
+    __slots__ = ("address", "pid", "devices", "communicators", "jobs", "time", "hoop_version", "lease_s")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
@@ -630,6 +640,7 @@ class GetStatusResponse(_message.Message):
     JOBS_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     HOOP_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     address: str
     pid: int
     devices: _containers.RepeatedCompositeFieldContainer[Member]
@@ -637,7 +648,8 @@ class GetStatusResponse(_message.Message):
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
     time: float
     hoop_version: str
-    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., time: _Optional[float] = ..., hoop_version: _Optional[str] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., time: _Optional[float] = ..., hoop_version: _Optional[str] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Job(_message.Message):
     __slots__ = ("id", "settings", "device_ids", "status", "reason", "name", "min_devices", "max_devices")
@@ -761,14 +773,16 @@ class KeepSessionAnswer(_message.Message):
     def __init__(self) -> None: ...
 
 class CreateCommunicatorRequest(_message.Message):
-    __slots__ = ("devices", "device_ids", "session")
+    __slots__ = ("devices", "device_ids", "session", "call_id")
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     devices: int
     device_ids: _containers.RepeatedScalarFieldContainer[int]
     session: str
-    def __init__(self, devices: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., session: _Optional[str] = ...) -> None: ...
+    call_id: str
+    def __init__(self, devices: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., session: _Optional[str] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class GetCommunicatorRequest(_message.Message):
     __slots__ = ("id",)
@@ -777,16 +791,20 @@ class GetCommunicatorRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ...) -> None: ...
 
 class RebuildCommunicatorRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "call_id")
     ID_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
+    call_id: str
+    def __init__(self, id: _Optional[int] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class DestroyCommunicatorRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "call_id")
     ID_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
+    call_id: str
+    def __init__(self, id: _Optional[int] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class DestroyCommunicatorResponse(_message.Message):
     __slots__ = ()
@@ -799,14 +817,16 @@ class CommunicatorResponse(_message.Message):
     def __init__(self, communicator: _Optional[_Union[Communicator, _Mapping]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
-    __slots__ = ("communicator_id", "operations", "timeout_s")
+    __slots__ = ("communicator_id", "operations", "timeout_s", "call_id")
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     communicator_id: int
     operations: _containers.RepeatedCompositeFieldContainer[RunOperation]
     timeout_s: float
-    def __init__(self, communicator_id: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[RunOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    call_id: str
+    def __init__(self, communicator_id: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[RunOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class RunOperation(_message.Message):
     __slots__ = ("operation", "operands", "driver")
@@ -850,14 +870,16 @@ class CopyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartJobRequest(_message.Message):
-    __slots__ = ("settings", "device_ids", "resume")
+    __slots__ = ("settings", "device_ids", "resume", "call_id")
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     settings: str
     device_ids: _containers.RepeatedScalarFieldContainer[int]
     resume: str
-    def __init__(self, settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[str] = ...) -> None: ...
+    call_id: str
+    def __init__(self, settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[str] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class StartJobResponse(_message.Message):
     __slots__ = ("job_id", "device_ids")

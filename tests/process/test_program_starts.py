@@ -1,0 +1,244 @@
+"""``hoop.train`` in a program that has done something before, run as a user runs it.
+
+Plain ``subprocess``, not the server that forks commands; no variable for the number of threads; a parameter of more
+than 32,768 elements, from which on PyTorch computes with several threads, on every architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import functools, threading
+import torch
+from torch import nn
+import hoop
+
+def new_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 5))
+
+rows = torch.Generator().manual_seed(1)
+data = {"x": torch.randn(96, 64, generator=rows), "y": torch.randint(0, 5, (96,), generator=rows)}
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+def train(given=data, model=None, **more):
+    return hoop.train(model or new_model(), given, loss=loss, devices=2, epochs=1, batch_size=32, shards=4,
+                      optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), **more).weights_sha256
+"""
+SAMPLES = """
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 96
+    def __getitem__(self, index): return {"x": data["x"][index], "y": data["y"][index]}
+"""
+PRODUCT = "torch.set_num_threads(16)\ntorch.randn(2000, 600) @ torch.randn(600, 2000)\n"
+GRADIENTS = """
+model = new_model()
+for _ in range(3):
+    loss(model, data)[0].backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+"""
+WORKERS = """
+from torch.utils.data import DataLoader
+for batch in DataLoader(Samples(), batch_size=16, num_workers=2):
+    loss(new_model(), batch)[0].backward()
+"""
+THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+GRPC = """
+import grpc
+channel = grpc.insecure_channel("127.0.0.1:1")
+try:
+    grpc.channel_ready_future(channel).result(timeout=0.2)
+except grpc.FutureTimeoutError:
+    pass
+"""
+CONNECTED = """
+import subprocess, sys
+coordinator = subprocess.Popen([sys.executable, "-m", "hoop", "coordinator"], stdout=subprocess.PIPE, text=True)
+with hoop.connect(coordinator.stdout.readline().split()[-1]) as cluster:
+    cluster.status()
+"""
+LAST = "\nprint(train())\n"
+BEFORE = {
+    "everything": SAMPLES + PRODUCT + GRADIENTS + WORKERS + THREAD + GRPC + LAST,
+    "a loop of asyncio": "import asyncio\nasync def cell():\n    return train()\nprint(asyncio.run(cell()))",
+    "a training, and a thread that trains": THREAD
+    + "one = []\nagain = threading.Thread(target=lambda: one.append(train()))\n"
+    "again.start()\nagain.join()\nassert train() == one[0]\nprint(one[0])",
+    "a compiled loss": "loss = torch.compile(loss, backend='eager')\nloss(new_model(), data)\n" + LAST,
+    "a compiled model": "print(train(model=torch.compile(new_model(), backend='eager')))",
+    "samples of workers": SAMPLES + "print(train(Samples(), num_workers=2))",
+    "hoop.connect": CONNECTED + LAST + "coordinator.terminate()\ncoordinator.wait()\n",
+    "300 MB": "more = torch.zeros(75_000_000)\nclass Large(nn.Sequential): pass\n"
+    "def loss(model, batch, plain=loss):\n    assert len(more) == 75_000_000\n    return plain(model, batch)\n" + LAST,
+}
+SHORT = ("everything",)
+
+
+def run_program(program: str, *arguments: str, folder: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that comes by standard input, or, with arguments, that they name."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(("OMP_", "MKL_", "HOOP_"))}
+    return subprocess.run(
+        [sys.executable, *(arguments or ("-",))],
+        input=program,
+        cwd=folder,
+        env={**environment, **options},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def shown(program: str, *arguments: str, folder: Path) -> str:
+    done = run_program(program, *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a program that has done nothing before."""
+    return shown(HEAD + LAST, folder=tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name not in SHORT else []) for name in BEFORE]
+)
+def test_what_a_program_did_before_does_not_matter(name: str, weights: str, tmp_path: Path) -> None:
+    if name == "a compiled model":  # its parameters have other names, which are in the hash
+        assert len(shown(HEAD + BEFORE[name], folder=tmp_path)) == len(weights)
+        return
+    assert shown(HEAD + BEFORE[name], folder=tmp_path) == weights
+
+
+CUDA = {
+    "is_available": "assert torch.cuda.is_available()",
+    "tensors": "kept = torch.ones(10, device='cuda') @ torch.ones(10, device='cuda')",
+    "gradients": "new_model().cuda()(torch.ones(4, 64, device='cuda')).sum().backward()",
+    "the data": "data = {key: one.cuda() for key, one in data.items()}",
+    "the model": "plain_model = new_model\ndef new_model(): return plain_model().cuda()",
+}
+
+
+@pytest.mark.gpu
+def test_a_program_may_use_a_gpu(tmp_path: Path) -> None:
+    weights = shown(HEAD + "print(train(accelerator='cuda'))", folder=tmp_path)
+    for before in CUDA.values():
+        assert shown(HEAD + before + "\nprint(train(accelerator='cuda'))", folder=tmp_path) == weights
+    (tmp_path / "my_job.py").write_text("import torch\nassert torch.cuda.is_available()\n" + HEAD + JOB)
+    result = json.loads(shown("", *TRAIN, "--accelerator", "cuda", folder=tmp_path))
+    assert result["weights_sha256"] == weights
+
+
+SCRIPT = "import counted\nfrom beside import loss\n" + LAST
+TEST = HEAD + "\ndef test_training():\n    print(train())\n"
+
+
+@pytest.mark.slow
+def test_the_forms_of_a_program(weights: str, tmp_path: Path) -> None:
+    """A file without a ``__main__`` guard, which is executed once; modules beside it; ``python -c``; pytest."""
+    (tmp_path / "counted.py").write_text("import os\nprint('executed', os.getpid(), file=open('log', 'a'))\n")
+    (tmp_path / "beside.py").write_text(f"import threading\n{THREAD}{HEAD}")
+    (tmp_path / "script.py").write_text(HEAD + SCRIPT)
+    assert shown("", "script.py", folder=tmp_path) == weights
+    assert (tmp_path / "log").read_text().count("executed") == 1
+    assert shown("", "-c", HEAD + LAST, folder=tmp_path) == weights
+    (tmp_path / "test_it.py").write_text(TEST)
+    for mode in ("prepend", "importlib"):
+        arguments = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--import-mode", mode, "test_it.py")
+        done = run_program("", *arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert weights in done.stdout
+
+
+LOCK = (
+    SAMPLES
+    + """
+class Guarded(Samples):
+    def __init__(self):
+        self.lock = threading.Lock()
+try:
+    train(Guarded())
+except hoop.HoopError as error:
+    print(error)
+"""
+)
+
+
+def test_what_cannot_travel_is_named(tmp_path: Path) -> None:
+    assert shown(HEAD + LOCK, folder=tmp_path).startswith("data.lock: a lock cannot be sent to the devices")
+
+
+JOB = """
+import os
+from hoop.data.user_data import user_data
+print("executed by", os.getpid(), file=open("log", "a"))
+settings = {"epochs": 1, "batch_size": 32, "shards": 4}
+optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+job = hoop.Job(lambda seed: new_model(), lambda: user_data(data).splits, loss, settings, optimizer=optimizer)
+"""
+TRAIN = ("-m", "hoop", "train", "my_job.py:job", "-n", "2", "--json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "executions"), [("", 1), (THREAD + PRODUCT, 3)])
+def test_a_file_of_a_command_may_start_threads(before: str, executions: int, weights: str, tmp_path: Path) -> None:
+    """Then the command is not forked: each of two devices executes the file again."""
+    (tmp_path / "my_job.py").write_text(HEAD + before + JOB)
+    assert json.loads(shown("", *TRAIN, folder=tmp_path))["weights_sha256"] == weights
+    assert len((tmp_path / "log").read_text().splitlines()) == executions
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RUNS = {
+    "own_code/language_model.py": ("--epochs", "1", "--devices", "2"),
+    "own_code/augmented_images.py": ("--epochs", "1", "--devices", "2"),
+    "own_code/gan.py": (),
+    "own_code/own_loop.py": (),
+    "custom_model.py": ("--epochs", "1", "--devices", "2"),
+    "torch_backend.py": ("--steps", "20"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "language" not in name else []) for name in RUNS]
+)
+def test_an_example_runs_as_a_user_runs_it(name: str, tmp_path: Path) -> None:
+    done = run_program("", str(EXAMPLES / name), *RUNS[name], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+ENDLESS = """
+def on_event(event):
+    if event["kind"] == "steps":
+        print("steps", flush=True)
+hoop.train(new_model(), data, loss=loss, devices=2, epochs=1000000, batch_size=32, progress=on_event)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_the_program(number: signal.Signals, tmp_path: Path) -> None:
+    """Each process of the training holds the program's standard error, until it has ended."""
+    read, write = os.pipe()
+    command = [sys.executable, "-c", HEAD + ENDLESS]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write, text=True, env=environment) as process:
+        os.close(write)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "steps\n"
+        process.send_signal(number)
+        process.wait(100)
+    with os.fdopen(read) as errors:
+        assert select.select([errors], [], [], 100)[0], "a process lives"
+        errors.read()
