@@ -88,12 +88,13 @@ class LoopExchange:
             return self._answer
 
     def tell(self, message: Updated | Ended) -> None:
-        """Hands over a message, and waits until the one before it was taken."""
+        """Hands over a message that needs no answer."""
         with self._changed:
-            self._changed.wait_for(lambda: self._message is None or self._closed)
             self._put(message)
 
     def _put(self, message: Message) -> None:
+        """Waits until the message before it was taken: the user's loop sees every one."""
+        self._changed.wait_for(lambda: self._message is None or self._closed)
         self._message = message
         self._changed.notify_all()
 
