@@ -1,9 +1,9 @@
 """The jobs of scripts/golden: a small synthetic classification.
 
-    chain      runs on Hoop's own kernels
-    graph      on autograd, with buffers and dropout
-    rowwise    the same without batch norm, so that a shard may have one sample
-    paced      computes slowly as long as the file ``paced`` is beside this one, so that a fault happens while it trains
+chain      runs on Hoop's own kernels
+graph      on autograd, with buffers and dropout
+rowwise    the same without batch norm, so that a shard may have one sample
+paced      computes slowly as long as the file ``paced`` is beside this one, so that a fault happens while it trains
 """
 
 from __future__ import annotations
