@@ -56,7 +56,7 @@ TABLE = """
     servers         root memory wire transport collectives membership strategies
     engine          root memory native transport collectives membership models data plan strategies
     simulate        root membership plan strategies collectives
-    dashboard       root wire client plan strategies
+    dashboard       root wire transport client plan strategies
     report          root plan
     launch          root memory wire transport membership servers
     runs            root memory native wire membership client schedulers servers data plan strategies engine simulate report launch

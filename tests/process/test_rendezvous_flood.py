@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from threading import Thread
 
 import malformed
 import pytest
+from malformed import few_open_files
 
 from hoop.launch import rendezvous_server
 from hoop.launch.rendezvous_client import RendezvousClient, Round
@@ -20,7 +20,6 @@ from hoop.launch.rendezvous_server import ADDRESS_VARIABLE, RendezvousServer
 from hoop.topology import Address
 
 WAIT_S = 120.0
-OPEN_FILES = 256
 
 
 @pytest.fixture
@@ -50,16 +49,6 @@ def check_round(server: RendezvousServer) -> None:
     for client in clients:
         client.finish()
         client.close()
-
-
-@contextlib.contextmanager
-def few_open_files() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_idle_connections_keep_nobody_out(server: RendezvousServer, monkeypatch: pytest.MonkeyPatch) -> None:

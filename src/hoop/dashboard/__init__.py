@@ -9,7 +9,7 @@
 
 Bokeh is needed only here: ``pip install 'hoop[dashboard]'``.
 
-May import: wire client plan strategies.
+May import: wire transport client plan strategies.
 """
 
 PUBLIC = ("access", "actions", "document", "feed", "server", "simulator", "tracer")

@@ -6,7 +6,6 @@ All scripts come from the installed Bokeh package, through this server: the page
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import ssl
 import threading
@@ -18,21 +17,19 @@ from typing import Any
 from bokeh.application import Application
 from bokeh.application.handlers.function import FunctionHandler
 from bokeh.document import Document
-from bokeh.protocol.exceptions import ProtocolError
 from bokeh.server.server import BaseServer
-from bokeh.server.tornado import BokehTornado
-from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
+from tornado.web import HTTPError
 
 from hoop.dashboard.access import ADMIN_PATH, AccessControl, Login, allowed_hosts
 from hoop.dashboard.actions import ActionQueue
 from hoop.dashboard.document import Page, PageTools, ReadView
-from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from hoop.dashboard.http_server import MAX_PAGES, TOO_MANY_PAGES, BoundedServer, PageApplication
+from hoop.dashboard.request_log import print_requests
+from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.topology import Address
 
-MAX_PAGES = 64
-"""Browser pages that are open at once; each takes some MB."""
 MAX_BODY_BYTES = 64 << 10
 MAX_MESSAGE_BYTES = 1 << 20
 """Of a websocket message from a browser."""
@@ -41,11 +38,6 @@ UNUSED_MS = 15_000
 CLOSE_S = 2.0
 """For updates of pages that are under way when the server ends."""
 START_S = 60.0
-
-
-def _is_no_refusal(record: logging.LogRecord) -> bool:
-    """False for the traceback that tornado logs when Bokeh refuses a websocket; Bokeh has logged the reason."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], ProtocolError)
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class DashboardServer:
 
     def start(self) -> None:
         """Returns when the page can be opened."""
-        logging.getLogger("tornado.application").addFilter(_is_no_refusal)
+        print_requests()
         self._thread.start()
         if not self._ready.wait(START_S):
             raise FailedPrecondition(f"the dashboard's server did not start within {START_S:g} s")
@@ -124,7 +116,7 @@ class DashboardServer:
         self._loop = asyncio.get_running_loop()
         config = self._config
         hosts = allowed_hosts(self.address, config.origins)
-        application = BokehTornado(
+        application = PageApplication(
             self._applications(),
             extra_websocket_origins=sorted(hosts),
             auth_provider=AccessControl(hosts, config.login, self._tls is not None, self._actions is not None),
@@ -139,7 +131,7 @@ class DashboardServer:
             include_headers=[],
             include_cookies=[],
         )
-        http = HTTPServer(application, ssl_options=self._tls, max_body_size=MAX_BODY_BYTES)
+        http = BoundedServer(application, ssl_options=self._tls, max_body_size=MAX_BODY_BYTES)
         http.add_sockets(self._sockets)
         self._server = BaseServer(IOLoop.current(), application, http)
         self._server.start()
@@ -166,7 +158,7 @@ class DashboardServer:
     def _open_page(self, actions: ActionQueue | None, document: Document) -> Any:
         paths = ("/", ADMIN_PATH) if self._actions is not None and self._config.login is not None else ("/",)
         if sum(len(self._server.get_sessions(path)) for path in paths) > MAX_PAGES:
-            raise ResourceExhausted(f"{MAX_PAGES} pages are open; close some of them")
+            raise HTTPError(503, TOO_MANY_PAGES)
         Page(document, self._read_view, self._tools, actions, _requested_tab(document))
 
 

@@ -14,7 +14,8 @@ import time
 from hoop.resources import descriptor_limit
 
 PAUSE_S = 0.1
-_NO_DESCRIPTOR_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+NO_DESCRIPTOR_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of ``accept`` after which the connection is still in the queue."""
 
 
 class OutOfDescriptors(Exception):
@@ -35,7 +36,7 @@ class AcceptingSocket:
         try:
             return self._sock.accept()[0]
         except OSError as error:
-            if error.errno in _NO_DESCRIPTOR_ERRORS:
+            if error.errno in NO_DESCRIPTOR_ERRORS:
                 raise OutOfDescriptors from error
             return None
 
