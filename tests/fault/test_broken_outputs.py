@@ -30,8 +30,13 @@ from reported_rows import check_same
 
 import hoop
 from hoop import job_events as ev
+from hoop.membership.heartbeats import DetectorConfig
+from hoop.membership.journal import decode, replay
+from hoop.membership.state import Health
 
-KILLS = 20
+KILLS = 3
+STRATEGIES = ("data", "data:sharded", "pipeline:1f1b", "hybrid:replicas=2", "ps:bsp", "ring")
+LOST_OF_UP = (2, 4)
 LONG = ["--set", "epochs=1000", "--set", "slowdown=[10, 10, 10, 10]"]
 
 
@@ -103,14 +108,18 @@ def test_a_training_without_outputs_ends_with_the_code_of_its_result(tmp_path: P
 
 
 @pytest.mark.slow
-def test_twenty_devices_are_killed_and_replaced_without_any_reader(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_devices_are_killed_and_replaced_without_any_reader(tmp_path: Path, strategy: str) -> None:
+    """Twenty in data parallel, ``KILLS`` in each of the other strategies."""
+    out, kills = tmp_path / "out", 20 if strategy == "data" else KILLS
     with running_cluster(3, tmp_path, piped=True) as processes:
-        run = processes.start("train", *JOB, *LONG, "--json", "--coordinator", processes.address, "--out", str(out))
+        words = ("--strategy", strategy, "--json", "--coordinator", processes.address, "--out", str(out))
+        run = processes.start("train", *JOB, *LONG, *words)
         job = wait_for_job(processes.cluster)
         wait_for_step(processes.cluster, job, 5)
         devices = dict(enumerate(processes.devices, 1))
-        for number in range(4, 4 + KILLS):
+        for number in range(4, 4 + kills):
             devices[number] = processes.start_device("--id", str(number))
             processes.break_outputs()
             wait_for_rank(processes, job, present=number)
@@ -119,8 +128,64 @@ def test_twenty_devices_are_killed_and_replaced_without_any_reader(tmp_path: Pat
             wait_for_rank(processes, job, present=number, absent=oldest)
         processes.cluster.job(job).stop()
         assert run.wait(TIMEOUT_S) == 0
+        dead = [event for event in processes.cluster.events() if event.kind == "device_dead"]
+        assert [event.fields["device"] for event in dead] == [str(number) for number in range(1, kills + 1)]
+        said = [event.text for event in processes.cluster.events() if event.kind == "listener_failed"]
+        assert len(said) == 1, said
+        assert devices_in_journal(tmp_path / "journal") == set(devices)
     result = result_in(out)
     check_same(result, undisturbed(*LONG, "--set", f"max_steps={result['steps']}"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_devices_of_hoop_up_are_killed_without_any_reader(tmp_path: Path, strategy: str) -> None:
+    """Each other device of four is killed when the ranks have recovered from the loss of the one before."""
+    out, journal = tmp_path / "out", tmp_path / "journal"
+    up = preloaded.Popen(
+        [*preloaded.HOOP, "up", "--devices", "4", "--memory", "64MiB", "--journal", str(journal)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENV,
+    )
+    try:
+        assert up.stdout is not None
+        address = up.stdout.readline().split()[-1]
+        with hoop.connect(address, connect_timeout=TIMEOUT_S) as cluster:
+            words = ("--strategy", strategy, "--coordinator", address, "--out", str(out))
+            run = preloaded.Popen(
+                [*preloaded.HOOP, "train", *JOB, *LONG, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENV,
+            )
+            job = wait_for_job(cluster)
+            wait_for_step(cluster, job, 5)
+            for stream in (up.stdout, up.stderr, run.stdout, run.stderr):
+                assert stream is not None
+                stream.close()
+            pids = {one.device.device_id: one.device.pid for one in cluster.status().devices}
+            for times, number in enumerate(LOST_OF_UP, 1):
+                os.kill(pids[number], signal.SIGKILL)
+                wait_for_event(cluster, job, ev.Recovered, times=times)
+            cluster.job(job).stop()
+            assert run.wait(TIMEOUT_S) == 0
+            dead = [event.fields["device"] for event in cluster.events() if event.kind == "device_dead"]
+            assert dead == [str(number) for number in LOST_OF_UP]
+            assert devices_in_journal(journal) == set(pids) - set(LOST_OF_UP)
+    finally:
+        up.terminate()
+        assert up.wait(TIMEOUT_S) == 0
+    result = result_in(out)
+    check_same(result, undisturbed(*LONG, "--set", f"max_steps={result['steps']}"))
+
+
+def devices_in_journal(path: Path) -> set[int]:
+    """The devices that are not dead after a replay of a coordinator's journal, which must be whole."""
+    state = replay(decode(path.read_bytes(), path), DetectorConfig(), now=0.0)
+    return {number for number, member in state.members.items() if member.health is not Health.DEAD}
 
 
 def wait_for_rank(processes: ClusterProcesses, job: int, present: int, absent: int = 0) -> None:

@@ -153,3 +153,14 @@ def test_a_statement_prints_a_few_lines_in_a_while(
     assert all(len(line) < 500 and "\x1b" not in line for line in first)
     assert another == "dashboard: another"
     assert again == "dashboard: again (20 more like this were not shown)"
+
+
+def test_a_value_that_cannot_be_shown_costs_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    class Unshown:
+        def __repr__(self) -> str:
+            raise KeyError("text")
+
+    made = record("a message: %r")
+    made.args = (Unshown(),)
+    RequestLog().emit(made)
+    assert capsys.readouterr().err == "dashboard: a message: %r\n"

@@ -63,7 +63,7 @@ class RequestLog(logging.Handler):
         kind.lines += 1
         if kind.lines > LINES:
             return ""
-        text = f"dashboard: {_on_one_line(record.getMessage())}"
+        text = f"dashboard: {_message(record)}"
         if kind.lines == 1 and left_out:
             text += f" ({left_out} more like this were not shown)"
         error = record.exc_info[1] if record.exc_info is not None else None
@@ -80,6 +80,14 @@ def is_ours(error: BaseException) -> bool:
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(str(frame.f_globals.get("__name__", "")).partition(".")[0] == "hoop" for frame in frames)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The text of a record; of one whose values cannot be shown, as some that a browser sent, its format."""
+    try:
+        return _on_one_line(record.getMessage())
+    except Exception:
+        return _on_one_line(str(record.msg))
 
 
 def _on_one_line(text: str) -> str:
