@@ -64,6 +64,31 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+def test_a_full_disk_ends_the_copies_of_outputs_and_not_the_run(
+    run_hoop: Run, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out" / "rank.0"
+    folder.mkdir(parents=True)
+    (folder / "stdout").symlink_to("/dev/full")
+    done = run_hoop("run", "-np", 2, "--output-filename", tmp_path / "out", script(SHOW), "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    assert "[0] no newline" in done.stdout.splitlines()
+    (line,) = [line for line in done.stderr.splitlines() if "No space left" in line]
+    assert f"{folder / 'stdout'} gets no more output: No space left on device; the rank goes on. Free space" in line
+    assert (folder / "stderr").read_text() == "to stderr\n"
+
+
+def test_a_folder_of_outputs_that_cannot_be_written_is_refused_at_once(
+    run_hoop: Run, script: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "out").write_text("a file")
+    done = run_hoop("run", "-np", 2, "--output-filename", tmp_path / "out", script(SHOW))
+    assert done.returncode == 2
+    assert "--output-filename" in done.stderr
+    assert "name another folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_each_rank_has_its_variables_and_its_prefix(
     run_hoop: Run, script: Callable[[str], Path], tmp_path: Path
 ) -> None:

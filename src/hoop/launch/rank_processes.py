@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from hoop.errors import InvalidArgument
+from hoop.files import make_folder
 from hoop.signals import defer_signals, dying_with_parent
 
 LOOPBACK = "127.0.0.1"
@@ -104,6 +105,45 @@ class RunConfig:
             )
 
 
+class _Copy:
+    """The file that gets a copy of an output. A disk that is full ends the copy, and not the run."""
+
+    def __init__(self, path: Path, again: bool) -> None:
+        """``again``: it goes on behind what is there."""
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self.problem = ""
+        """Why the copy has ended, until it is said."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "ab" if again else "wb", buffering=0)  # noqa: SIM115 - closed with the output
+        except OSError as error:
+            self._fail(error)
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.close()
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.problem = (
+            f"hoop: {self._path} gets no more output: {error.strerror}; the rank goes on. Free space there, or name "
+            "another folder (--output-filename)"
+        )
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
+
+
 @dataclass
 class _Output:
     """One stream of one rank: the pipe, an unfinished line, and the file that gets a copy."""
@@ -111,7 +151,7 @@ class _Output:
     rank: int
     stream: Stream
     pipe: IO[bytes]
-    copy: IO[bytes] | None
+    copy: _Copy | None
     unfinished: bytes = b""
 
 
@@ -176,6 +216,8 @@ class RankProcesses:
         """Starts the ranks and returns when all have ended. An exception, such as Ctrl-C, ends them first."""
         failure: RankExit | None = None
         try:
+            if self.config.output_folder is not None:
+                make_folder(self.config.output_folder, "--output-filename")
             for number in range(self.config.size):
                 self._start(number, 0)
             while self._ranks and failure is None:
@@ -192,8 +234,6 @@ class RankProcesses:
     def _start(self, number: int, restarts: int) -> None:
         config = self.config
         folder = config.output_folder and config.output_folder / f"rank.{number}"
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
         with defer_signals():  # a process that is started is also recorded
             process = subprocess.Popen(
                 dying_with_parent(config.command, signal.SIGKILL),
@@ -207,7 +247,7 @@ class RankProcesses:
         for stream, pipe in ((Stream.STDOUT, process.stdout), (Stream.STDERR, process.stderr)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            copy = None if folder is None else open(folder / stream.value, "ab" if restarts else "wb")  # noqa: SIM115
+            copy = None if folder is None else _Copy(folder / stream.value, again=bool(restarts))
             output = _Output(number, stream, pipe, copy)
             rank.outputs.append(output)
             self._selector.register(pipe, selectors.EVENT_READ, (rank, output))
@@ -248,7 +288,7 @@ class RankProcesses:
             return
         if output.copy is not None:
             output.copy.write(data)
-            output.copy.flush()
+            self._say_problem(output.rank, output.copy)
         # A carriage return, with which progress bars overwrite their line, ends a line too.
         *lines, output.unfinished = (
             (output.unfinished + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
@@ -258,6 +298,11 @@ class RankProcesses:
             output.unfinished = output.unfinished[MAX_LINE_BYTES:]
         for line in lines:
             self._pass_on(rank, output, line)
+
+    def _say_problem(self, rank: int, copy: _Copy) -> None:
+        if copy.problem:
+            self._on_line(rank, Stream.STDERR, copy.problem.encode())
+            copy.problem = ""
 
     def _pass_on(self, rank: _Rank, output: _Output, line: bytes) -> None:
         rank.last_lines.append(line.decode(errors="replace"))
