@@ -17,6 +17,7 @@ from ranks import COMMUNICATOR, LONG_S, deadline_in
 
 from hoop.errors import InvalidArgument, MembershipChanged, PeerLost
 from hoop.topology import Address
+from hoop.transport import shm_listener
 from hoop.transport.auth_handshake import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.base import Endpoint
 from hoop.transport.link_key import key_of_environment
@@ -265,6 +266,32 @@ def test_a_shared_memory_listener_survives_arbitrary_bytes_and_descriptors() -> 
         assert receive(ends[1], 0, 10) == b"still here"
         for end in ends:
             end.close()
+
+
+def test_an_error_in_taking_a_connection_does_not_end_a_shared_memory_listener(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_hello = shm_listener._read_hello
+    failed = threading.Event()
+
+    def fail_once(sock: socket.socket) -> shm_listener.PendingConnection:
+        if failed.is_set():
+            return read_hello(sock)
+        failed.set()
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(shm_listener, "_read_hello", fail_once)
+    with ShmTransport(HERE) as left, ShmTransport(HERE) as right:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(socket_name(right.address))
+            assert failed.wait(LONG_S)
+        peers = [left.address, right.address]
+        ends = [one.endpoint(COMMUNICATOR, 1, rank, peers) for rank, one in enumerate((left, right))]
+        ends[0].send(1, memoryview(b"still here"), deadline_in())
+        assert receive(ends[1], 0, 10) == b"still here"
+        for end in ends:
+            end.close()
+    assert "a bug in Hoop" in caplog.text
 
 
 @pytest.mark.parametrize("source", [1, 2, 2**32 - 1])

@@ -172,7 +172,7 @@ class ShmTransport(Transport):
             self._accepting.resume_if_due()
             for key, _ in ready:
                 if key.fileobj is self._listener:
-                    self._accept()
+                    self._take_connection()
                 elif key.fileobj is self._wakeup:
                     self._wakeup.recv(64)
                 elif isinstance(key.data, _PeerSocket):
@@ -210,6 +210,13 @@ class ShmTransport(Transport):
                 self._selector.unregister(peer_socket.sock)
         peer_socket.sock.close()
 
+    def _take_connection(self) -> None:
+        """``_accept``; whatever it raises ends that connection, and not the listener."""
+        try:
+            self._accept()
+        except Exception:
+            log.exception("a connection was not taken: a bug in Hoop")
+
     def _accept(self) -> None:
         try:
             sock = self._accepting.accept()
@@ -223,6 +230,9 @@ class ShmTransport(Transport):
         except (OSError, LinkCorrupted, ValueError, struct.error):
             sock.close()
             return
+        except Exception:
+            sock.close()
+            raise
         with self._lock:
             endpoint = self._endpoints.get(connection.key)
             if endpoint is None and len(self._pending) < _MAX_PENDING:
