@@ -18,7 +18,7 @@ from bokeh.protocol.exceptions import ProtocolError
 from malformed import CONNECT_S, Site, few_open_files, handshake
 from tornado.web import HTTPError
 
-from hoop.dashboard import http_server, request_log
+from hoop.dashboard import http_server
 from hoop.dashboard.request_log import LINES, PERIOD_S, RequestLog
 from hoop.dashboard.server import DashboardConfig, DashboardServer
 from hoop.dashboard.view import ClusterView
@@ -138,11 +138,9 @@ def test_a_traceback_is_printed_where_code_of_hoop_has_failed(capsys: pytest.Cap
     assert "full" in others[2]
 
 
-def test_a_statement_prints_a_few_lines_in_a_while(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, now = RequestLog(), [0.0]
-    monkeypatch.setattr(request_log.time, "monotonic", lambda: now[0])
+def test_a_statement_prints_a_few_lines_in_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    log = RequestLog(lambda: now[0])
     for _ in range(LINES + 20):
         log.emit(record("GET /\x1b[2J\nx " + "y" * 9000))
     log.emit(record("another", line=8))

@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bokeh.core.validation import silence
@@ -41,8 +42,9 @@ class _Kind:
 class RequestLog(logging.Handler):
     """The handler of the loggers of Bokeh and tornado."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
+        self._clock = clock
         self._kinds: dict[tuple[str, int], _Kind] = {}
         """By the statement that logs: its file and line."""
 
@@ -55,7 +57,7 @@ class RequestLog(logging.Handler):
 
     def _text(self, record: logging.LogRecord) -> str:
         """What is printed of a record; empty: nothing, there were enough of its kind."""
-        now = time.monotonic()
+        now = self._clock()
         kind = self._kinds.setdefault((record.pathname, record.lineno), _Kind(now))
         left_out = max(0, kind.lines - LINES)
         if now >= kind.since + PERIOD_S:
