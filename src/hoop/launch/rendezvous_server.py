@@ -126,9 +126,10 @@ class RendezvousServer:
                         self._accept()
                     elif isinstance(key.data, _Process) and key.data in self._processes:
                         self._receive(key.data)
-            for process in self._unregistered():
-                if process.until < time.monotonic():
-                    self._drop(process)
+            with self._lock:  # the launcher's thread may be forming a round of the same list
+                for process in self._unregistered():
+                    if process.until < time.monotonic():
+                        self._drop(process)
 
     def _unregistered(self) -> list[_Process]:
         """Connections that have not registered, the oldest first."""
