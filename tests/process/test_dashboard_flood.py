@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -80,6 +82,20 @@ def test_a_process_without_any_descriptor_accepts_when_it_has_one_again(server: 
         link.settimeout(CONNECT_S)
         link.sendall(b"no request\r\n\r\n")
         assert link.recv(4) == b"HTTP"
+
+
+def test_downloads_that_are_broken_off_leave_no_file_open(server: DashboardServer) -> None:
+    request = f"GET /static/js/bokeh.min.js HTTP/1.1\r\nHost: {server.address}\r\n\r\n".encode()
+    for _ in range(100):
+        with connect(server) as sock:
+            sock.sendall(request)
+            assert sock.recv(4) == b"HTTP"
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with urllib.request.urlopen(f"{server.url}/static/js/bokeh.min.js", timeout=CONNECT_S) as answer:
+        assert len(answer.read()) == int(answer.headers["Content-Length"])
+    with os.scandir("/proc/self/fd") as descriptors:
+        names = [os.readlink(one.path) for one in descriptors if os.path.lexists(one.path)]
+    assert [name for name in names if name.endswith("bokeh.min.js")] == []
 
 
 def test_too_many_pages_are_refused_in_a_sentence(

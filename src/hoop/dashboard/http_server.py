@@ -2,17 +2,21 @@
 
 Every user of the machine can open connections. Those that are no websockets are at most ``MAX_CONNECTIONS``, and a
 quarter of the files that this process may open: a further one takes the place of the oldest, and so does one for which
-no descriptor is left. Websockets are at most ``MAX_PAGES``, as many as there are pages.
+no descriptor is left. Websockets are at most ``MAX_PAGES``, as many as there are pages. A download that is broken off
+leaves no file open.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bokeh.protocol.exceptions import ProtocolError
 from bokeh.server.tornado import BokehTornado
+from bokeh.server.views.static_handler import StaticHandler
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 from tornado.netutil import add_accept_handler
@@ -22,6 +26,8 @@ from hoop.transport.accepting import NO_DESCRIPTOR_ERRORS, PAUSE_S, pending_limi
 MAX_PAGES = 64
 """Browser pages that are open at once; each takes some MB."""
 MAX_CONNECTIONS = 256
+MAX_SCRIPTS = 64
+"""Files that are kept in memory; a page needs five."""
 IDLE_S = 60.0
 """Seconds that a connection may be without a complete request."""
 TOO_MANY_PAGES = f"{MAX_PAGES} pages are open; close some of them"
@@ -95,8 +101,29 @@ class BoundedServer(HTTPServer):
         return True
 
 
+class Scripts(StaticHandler):
+    """Bokeh's scripts, from memory.
+
+    Tornado reads them piece by piece, and never ends a handler whose browser has gone meanwhile: its file would be open
+    until Python's collector comes by.
+    """
+
+    @classmethod
+    def get_content(cls, abspath: str, start: int | None = None, end: int | None = None) -> bytes:
+        return _content(abspath)[start:end]
+
+
+@functools.lru_cache(maxsize=MAX_SCRIPTS)
+def _content(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
 class PageApplication(BokehTornado):
-    """Bokeh's application with a bounded number of websockets."""
+    """Bokeh's application with a bounded number of websockets, and with ``Scripts``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.add_handlers(".*", [("(?:/[^/]+)?/static/(.*)", Scripts)])  # before Bokeh's own, of each page
 
     def new_connection(self, *args: Any) -> Any:
         """Called for a websocket whose handshake is done; ProtocolError closes it."""
