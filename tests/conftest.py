@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import struct
+import sys
 import tempfile
 import threading
 import time
@@ -80,6 +81,8 @@ KERNEL_THREADS = 2
 """The parent of Linux's kernel threads, which have no environment."""
 OTHERS: set[int] = set()
 """Processes that are not of this session: their environment is read once, as long as they exist."""
+CLEAN_PROCESS = "hoop.runs.clean_process"
+"""The module that keeps a process for the next ``hoop.train`` of this one, and ends it at the exit."""
 PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests/preload_server.py")
 
 
@@ -105,6 +108,16 @@ def process_ids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
 
 
+def kept_process() -> tuple[int, int]:
+    """Pid of the process that waits for this one's next ``hoop.train``, and the descriptor of the socket to it; or -1.
+
+    It is kept for all tests, as a program keeps it for all its trainings.
+    """
+    module = sys.modules.get(CLEAN_PROCESS)
+    idle = None if module is None else module.idle_process()
+    return (-1, -1) if idle is None else (idle.pid, idle.fileno())
+
+
 def processes() -> dict[Hashable, str]:
     """Children of this process, including zombies, and every process that carries this session's MARK."""
     mark = f"{MARK}={os.getpid()}\0"
@@ -120,7 +133,7 @@ def processes() -> dict[Hashable, str]:
         is_child, environment = parent == os.getpid(), read(f"/proc/{pid}/environ")
         if is_child or mark in environment:
             command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read(f"/proc/{pid}/comm").strip()
-            if not (is_child and any(helper in command for helper in PYTHON_HELPERS)):
+            if not (is_child and (pid == kept_process()[0] or any(helper in command for helper in PYTHON_HELPERS))):
                 zombie = ", a zombie: nobody waited for it" if state == "Z" else ""
                 found[pid, started] = f"process {pid} ({command[:80]}){zombie}"
         elif environment or parent in (0, KERNEL_THREADS):
@@ -160,6 +173,9 @@ def descriptors() -> Iterator[str]:
 def sockets() -> dict[Hashable, str]:
     """Sockets that this process has open."""
     inodes = {link[len("socket:[") : -1] for link in descriptors() if link.startswith("socket:[")}
+    kept = kept_process()[1]
+    if kept >= 0:
+        inodes.discard(str(os.fstat(kept).st_ino))
     for closed in SOCKET_NAMES.keys() - inodes:
         del SOCKET_NAMES[closed]
     if unnamed := inodes - SOCKET_NAMES.keys():

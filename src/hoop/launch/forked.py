@@ -48,6 +48,8 @@ STOP = b"s"
 START_S = 30.0
 END_S = 5.0
 """Seconds that a process has to leave before it is killed."""
+HEAD_END_S = 60.0
+"""Seconds that a head has to end its processes and itself, after its control pipe was closed, before it is killed."""
 BIND_S = 20.0
 """Seconds for which a coordinator tries to listen on a port that is in use: the last attempt of the same run may be
 ending."""
@@ -106,6 +108,18 @@ def fork(work: Callable[[], None], close: set[int]) -> int:
         with contextlib.suppress(Exception):
             flush()
         os._exit(code)
+
+
+def wait_for_child(pid: int, timeout_s: float) -> None:
+    """Waits for a child that is to end, and kills it after ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(ChildProcessError):
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() >= deadline:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return
+            time.sleep(POLL_S)
 
 
 class Children:
@@ -404,12 +418,7 @@ class ForkedCluster:
 def fork_head(work: Callable[[HeadPipes], None], pipes: HeadPipes, others: set[int]) -> Callable[[], None]:
     """Fork a head from this process, which must be clean: see ``StartHead``."""
     pid = fork(partial(work, pipes), close=others)
-
-    def wait() -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-
-    return wait
+    return partial(wait_for_child, pid, HEAD_END_S)
 
 
 # ---- the head process

@@ -1,4 +1,8 @@
-"""``hoop.train``: checks model, data and options of a program, runs a ``Training``, returns a ``Result``."""
+"""``hoop.train``: checks model, data and options of a program, runs a ``Training``, returns a ``Result``.
+
+What takes long to import is imported by functions: the program's clean process is started first, and imports the same
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,8 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.report.progress_view import ProgressView, QuietView
 from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
-from hoop.runs.device_count import DEFAULT_DEVICES, default_device_count
+from hoop.runs.clean_process import CleanProcess, lent_process
 from hoop.runs.result import Result
-from hoop.runs.training import Launch, Training, check_restarts
 from hoop.texts import counted
 from hoop.topology import Addresses, DeviceRange
 
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.launch.ray_cluster import Ray
-    from hoop.runs.clean_process import CleanProcess
     from hoop.runs.job_objects import JobParts
+    from hoop.runs.training import Launch, Training
     from hoop.wire.auth import Credentials
 
 
@@ -60,6 +63,8 @@ class _RunTarget:
     @property
     def first(self) -> int:
         """Devices that the run begins with, as far as checks need to know before it begins."""
+        from hoop.runs.device_count import DEFAULT_DEVICES
+
         return self.devices.first if self.devices is not None else DEFAULT_DEVICES
 
     @property
@@ -83,6 +88,7 @@ def _parse_target(on: Any, devices: Any, token: str | None, tls: str | os.PathLi
     if on is None:
         return _RunTarget(count)
     from hoop.launch.ray_cluster import Ray
+    from hoop.runs.device_count import DEFAULT_DEVICES
 
     if not isinstance(on, Ray):
         raise InvalidArgument(
@@ -190,6 +196,8 @@ def _try_job(job: Job, settings: Settings, devices: int, named: bool, clean: Cle
     from hoop.engine.step_schedule import StepSchedule
     from hoop.engine.trainer import check_faults
 
+    if clean is not None and job.has_own_parts:
+        clean.import_optimizers()
     loaded = job.data()
     samples = len(loaded.train)
     # Devices compile for themselves.
@@ -197,7 +205,7 @@ def _try_job(job: Job, settings: Settings, devices: int, named: bool, clean: Cle
         model = None if named else _in_host_memory(build_model(job, settings.seed))
         job = with_criterion(job, loaded.train, settings.seed, model)
     if model is not None and isinstance(job.loss, CustomLoss):
-        if clean is not None:
+        if clean is not None and not job.has_own_parts:
             clean.import_optimizers()
         _try_optimizer(job, settings, model, samples)
     StepSchedule(settings, samples)  # raises if there is no step
@@ -217,6 +225,7 @@ def _make_launch(
 ) -> Launch:
     """Returns where and with what the job runs; with ``resume``, from the newest checkpoint in the folder."""
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
+    from hoop.runs.training import Launch
 
     if resume and folder is None:
         raise InvalidArgument("resume: it needs out, the folder of the run to go on with")
@@ -306,34 +315,35 @@ def train(
     """
     if untested := torch_versions.check_version(torch_versions.installed_version()):
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
-    from hoop.data.user_data import TrainAndTest
-    from hoop.engine.job import build_model
-    from hoop.runs.by_value import encode
-    from hoop.runs.clean_process import CleanProcess
-    from hoop.runs.job_objects import JobParts, averages, load_into
-
-    if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
-        settings["optimizer"], optimizer = optimizer, None
-    target = _parse_target(on, devices, token, tls)
-    check_restarts(max_restarts, target.coordinator or target.ray)
-    spec, folder = _parse_strategy(strategy), _parse_folder(out)
-    called = check_callbacks(callbacks)
-    if progress is not None and not callable(progress):
-        raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
-    parts = JobParts(
-        loss=loss,
-        reduction=reduction,
-        optimizer=optimizer,
-        parameter_groups=parameter_groups,
-        lr_scheduler=lr_scheduler,
-        scheduler_interval=scheduler_interval,
-        ema=ema,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-    )
     with contextlib.ExitStack() as ends:
-        # It imports what devices need while this process checks the job.
-        clean = ends.enter_context(contextlib.closing(CleanProcess.execute())) if target.is_here else None
+        # It imports what devices need while this process imports the same and checks the job.
+        clean = ends.enter_context(lent_process()) if on is None else None
+        from hoop.data.user_data import TrainAndTest
+        from hoop.engine.job import build_model
+        from hoop.runs.by_value import encode
+        from hoop.runs.device_count import default_device_count
+        from hoop.runs.job_objects import JobParts, averages, load_into
+        from hoop.runs.training import Training, check_restarts
+
+        if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
+            settings["optimizer"], optimizer = optimizer, None
+        target = _parse_target(on, devices, token, tls)
+        check_restarts(max_restarts, target.coordinator or target.ray)
+        spec, folder = _parse_strategy(strategy), _parse_folder(out)
+        called = check_callbacks(callbacks)
+        if progress is not None and not callable(progress):
+            raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
+        parts = JobParts(
+            loss=loss,
+            reduction=reduction,
+            optimizer=optimizer,
+            parameter_groups=parameter_groups,
+            lr_scheduler=lr_scheduler,
+            scheduler_interval=scheduler_interval,
+            ema=ema,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
         whole = data if test_data is None else TrainAndTest(data, test_data)
         job, name = _find_job(model, whole, parts, settings, target)
         _check_effective(job, settings)

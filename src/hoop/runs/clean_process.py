@@ -8,18 +8,21 @@
               the code that the job imports; tensors and arrays are shared nevertheless
 
 A fork of a process that has computed (OpenMP's threads), has used CUDA or gRPC, or has other threads hangs or fails.
-``hoop.train`` starts the clean process by exec, with the same interpreter and ``sys.path``, while it checks the job. A
-command of Hoop's is clean itself until it executes a job's file: before that it forks a clean process (``LoadWatch``).
+``hoop.train`` starts the clean process by exec, with the same interpreter and ``sys.path``, before it imports anything
+else, and keeps it for the program's next training (``lent_process``): only heads see a job. A command of Hoop's is
+clean itself until it executes a job's file: before that it forks a clean process (``LoadWatch``).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -27,23 +30,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hoop.errors import PeerLost
-from hoop.launch.forked import HeadPipes, fork
-from hoop.runs.training import Launch, Training
+
+# A program must have started its clean process before it imports what both need.
+if TYPE_CHECKING:
+    from hoop.launch.forked import HeadPipes
+    from hoop.runs.training import Launch, Training
 
 STAYS, LEAVES = b"+", b"-"
 """What a head writes after it has loaded the job: it forks the devices (STAYS), or another head must (LEAVES)."""
 HEAD, OPTIMIZERS = b"h", b"o"
-"""Requests: HEAD asks for a head, and passes descriptors of the run's file, of the two pipes, and of a third pipe
-that the head keeps open; OPTIMIZERS asks for an import."""
+"""Requests: HEAD asks for a head, and passes descriptors of the run's file, of the two pipes, of a third pipe that the
+head keeps open, and of the program's standard error; OPTIMIZERS asks for an import."""
 END_S = 20.0
-"""Seconds that the clean process has to end after the heads."""
+"""Seconds that the clean process, and heads that still run then, have to end before they are killed."""
+PROGRAM_S = 1.0
+"""Seconds between two checks whether the program has died. Its end of the socket may live on in a child of it."""
 ENDING_S = 0.5
 """Seconds for which a thread that has been joined may still be there."""
 POLL_S = 0.005
@@ -121,6 +131,7 @@ class _Program:
         import torch
 
         sys.path[:], sys.argv = self.path, self.arguments
+        importlib.invalidate_caches()  # folders may have changed since this process has seen them
         os.chdir(self.folder)
         os.environ.update(self.environment)
         for name in set(os.environ) - set(self.environment) - {"OMP_NUM_THREADS"}:
@@ -131,6 +142,38 @@ class _Program:
         random.setstate(own)
         np.random.set_state(numpy)
         torch.set_rng_state(pytorch)
+
+
+@dataclass(frozen=True)
+class _Inherited:
+    """What a process has from the one that started it, and what imports have read of that.
+
+    Only a clean process that has the same as the program now is used again. The rest of the program's state comes with
+    each request: ``_Program``.
+    """
+
+    environment: dict[str, str]
+    cores: frozenset[int]
+    limits: tuple[tuple[int, int], ...]
+    user: tuple[str, ...]
+    """User, groups and umask, as Linux shows them."""
+
+    @classmethod
+    def here(cls) -> _Inherited:
+        status: list[str] = []
+        with contextlib.suppress(OSError):
+            status = Path("/proc/self/status").read_text(errors="replace").splitlines()
+        return cls(
+            {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+            frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()),
+            tuple(resource.getrlimit(getattr(resource, name)) for name in sorted(vars(resource)) if name in _LIMITS),
+            tuple(line for line in status if line.startswith(("Uid:", "Gid:", "Groups:", "Umask:"))),
+        )
+
+
+_NOT_INHERITED = {"PYTEST_CURRENT_TEST"}
+"""Variables that change without meaning anything: pytest sets this one before each test."""
+_LIMITS = {name for name in vars(resource) if name.startswith("RLIMIT_")}
 
 
 @dataclass(frozen=True)
@@ -146,15 +189,20 @@ class _Request:
 
 
 class CleanProcess:
-    """The program's handle of its clean process. Used by one thread."""
+    """The program's handle of its clean process. Used by one thread at a time."""
 
-    def __init__(self, requests: socket.socket, end: Callable[[bool], object], loaded: bool) -> None:
+    def __init__(self, pid: int, requests: socket.socket, end: Callable[[bool], object], loaded: bool) -> None:
         """``requests``: the program's end of a pair. ``end(now)`` waits for the process, and kills it first if ``now``.
 
         ``loaded``: the program has loaded the job itself, which has left traces.
         """
+        self.pid = pid
         self._requests: socket.socket | None = requests
-        self._end, self._loaded, self._used = end, loaded, False
+        self._end, self._loaded = end, loaded
+        self._heads = 0
+        """Number of heads that have not ended."""
+        self.note_inherited()
+        _handles.add(self)
 
     @classmethod
     def execute(cls) -> CleanProcess:
@@ -165,27 +213,30 @@ class CleanProcess:
         path = json.dumps([folder for folder in sys.path if isinstance(folder, str)])
         flags = [flag for flag in subprocess._args_from_interpreter_flags() if flag != "-P"]  # type: ignore[attr-defined]
         command = [sys.executable, "-P", *flags, "-c", _CODE, path]
-        with theirs:
+        with theirs, _standard_error() as errors:
             process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
-                stdout=_standard_error(),
+                stdout=errors,
+                stderr=errors,
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # a device must own its cores
                 start_new_session=True,  # Ctrl-C is for the program
             )
 
         def end(now: bool) -> None:
             try:
-                process.wait(0 if now else END_S)
+                process.wait(0 if now else 2 * END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
-        return cls(ours, end, loaded=False)
+        return cls(process.pid, ours, end, loaded=False)
 
     @classmethod
     def fork(cls, loaded: bool) -> CleanProcess:
         """Forks one from this process, which must be clean. ``loaded``: this process will load the job itself."""
+        from hoop.launch.forked import fork, wait_for_child
+
         ours, theirs = socket.socketpair()
 
         def work() -> None:
@@ -194,14 +245,19 @@ class CleanProcess:
 
         pid = fork(work, {ours.fileno()})
         theirs.close()
+        return cls(pid, ours, lambda now: wait_for_child(pid, 0 if now else 2 * END_S), loaded)
 
-        def end(now: bool) -> None:
-            if now:
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+    def note_inherited(self) -> None:
+        """Notes what the program has now: the process has the same."""
+        self._inherited = _Inherited.here()
 
-        return cls(ours, end, loaded)
+    def can_be_used_again(self) -> bool:
+        """Whether the process is alive, has no head, and has what a new one would inherit from the program now."""
+        if self._requests is None or self._heads or self._inherited != _Inherited.here():
+            return False
+        poll = select.poll()
+        poll.register(self._requests, 0)
+        return not poll.poll(0)
 
     def import_optimizers(self) -> None:
         """Lets the process import what a ``torch.optim.Optimizer`` needs, which takes seconds; returns at once."""
@@ -211,26 +267,35 @@ class CleanProcess:
 
     def start_head(self, training: Training, processes: int, pipes: HeadPipes, others: set[int]) -> Callable[[], None]:
         """As ``HeadStarter`` in ``training.py``. ``others`` are not inherited: the program does not fork the head."""
+        from hoop.launch.forked import HEAD_END_S
         from hoop.runs.by_value import encode, write_shared
 
         assert self._requests is not None, "it is not closed"
         request = _Request(training.launch, training.save, processes, _Program.here(), self._loaded)
         file = write_shared(encode(request))
         mine, theirs = os.pipe()
-        self._used = True
         try:
-            socket.send_fds(self._requests, [HEAD], [file, pipes.events, pipes.control, theirs])
+            with _standard_error() as errors:
+                socket.send_fds(self._requests, [HEAD], [file, pipes.events, pipes.control, theirs, errors])
         except OSError:
             os.close(mine)
             raise PeerLost("the process that starts the devices died; what it printed is above") from None
         finally:
             os.close(file)
             os.close(theirs)
+        self._heads += 1
 
         def wait() -> None:
-            with contextlib.suppress(OSError):
-                os.read(mine, 1)  # returns when no head has the other end
+            poll = select.poll()
+            poll.register(mine, 0)  # an event when no head has the other end
+            ended = poll.poll(1e3 * HEAD_END_S)
             os.close(mine)
+            if ended:
+                self._heads -= 1
+                return
+            self.close()
+            text = f"the process that leads the devices had not ended {HEAD_END_S:g} s after the training; it was killed"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
         return wait
 
@@ -241,7 +306,68 @@ class CleanProcess:
                 self._requests.shutdown(socket.SHUT_RDWR)
             self._requests.close()
             self._requests = None
-            self._end(not self._used)
+            self._end(not self._heads)
+
+    def fileno(self) -> int:
+        """The descriptor of the program's end of the socket; -1: it is closed."""
+        return -1 if self._requests is None else self._requests.fileno()
+
+    def forget(self) -> None:
+        """In a child that the program has forked: the process is the program's."""
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
+
+
+_handles: weakref.WeakSet[CleanProcess] = weakref.WeakSet()
+_idle: list[CleanProcess] = []
+"""The clean process that waits for this program's next training, if there is one."""
+
+
+@contextlib.contextmanager
+def lent_process() -> Iterator[CleanProcess]:
+    """A clean process for one training: that of the last one if it can be used again, else a new one.
+
+    Afterwards it is kept, without anything of the job, until the program ends.
+    """
+    process = _taken() or CleanProcess.execute()
+    try:
+        yield process
+    finally:
+        process.note_inherited()  # imports that a training needs set variables, in both processes
+        _idle.append(process)
+        while len(_idle) > 1:  # another thread trains
+            _idle.pop(0).close()
+
+
+def _taken() -> CleanProcess | None:
+    while _idle:
+        with contextlib.suppress(IndexError):  # another thread was faster
+            process = _idle.pop()
+            if process.can_be_used_again():
+                return process
+            process.close()
+    return None
+
+
+def idle_process() -> CleanProcess | None:
+    """The clean process that waits for this program's next training."""
+    return _idle[-1] if _idle else None
+
+
+def _end_idle() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+def _forget_all() -> None:
+    _idle.clear()
+    for handle in list(_handles):
+        handle.forget()
+
+
+atexit.register(_end_idle)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class LoadWatch:
@@ -268,14 +394,19 @@ class LoadWatch:
             self._clean = None
 
 
-def _standard_error() -> int:
-    """What the processes of a training print goes there, as standard output is the program's."""
+@contextlib.contextmanager
+def _standard_error() -> Iterator[int]:
+    """A descriptor for what the processes of a training print: standard output is the program's."""
     for stream in (sys.stderr, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            descriptor = stream.fileno()  # type: ignore[union-attr]
-            os.fstat(descriptor)
-            return descriptor
-    return subprocess.DEVNULL
+            descriptor = os.dup(stream.fileno())  # type: ignore[union-attr]
+            break
+    else:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 # ---- the clean process
@@ -286,11 +417,19 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends with the program
         signal.signal(number, signal.SIG_IGN)
     requests = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    _leave(0)
     _import()
+    _leave(1, 2)
     _serve(requests)
+    os._exit(0)  # at once: the program may wait
+
+
+def _leave(*streams: int) -> None:
+    """Closes standard streams: what the program has there may be waiting for the end of all who have it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in streams:
+        os.dup2(nothing, stream)
+    os.close(nothing)
 
 
 def _import(optimizers: bool = False) -> None:
@@ -299,33 +438,53 @@ def _import(optimizers: bool = False) -> None:
     gc.disable()  # nearly all that imports make stays: collections take a seventh of the time
     preload(optimizers)
     importlib.import_module("hoop.runs.by_value")
+    importlib.import_module("hoop.runs.training")
     gc.freeze()
     gc.enable()
 
 
 def _serve(requests: socket.socket) -> None:
-    """Forks a head for each request, until the program closes its end."""
+    """Forks a head for each request, until the program closes its end, or dies."""
+    program = os.getppid()
     heads: list[int] = []
+    poll = select.poll()
+    poll.register(requests, select.POLLIN)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, 1, 4)
+        heads = [pid for pid in heads if not os.waitpid(pid, os.WNOHANG)[0]]
+        if not poll.poll(1e3 * PROGRAM_S):
+            if os.getppid() != program:
+                break
+            continue
+        message, descriptors, _, _ = socket.recv_fds(requests, 1, 5)
         if not message:
             break
-        _import(message == OPTIMIZERS)
-        if message == OPTIMIZERS:
-            continue
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        file, events, control, alive = descriptors
-        heads += _fork_head(requests, file, HeadPipes(events, control, alive))
+        if descriptors:
+            os.dup2(descriptors[-1], 1)
+            os.dup2(descriptors[-1], 2)
+        _import(message == OPTIMIZERS)
+        if message == HEAD:
+            heads += _fork_head(requests, *descriptors[:-1])
+            _leave(1, 2)
         for descriptor in descriptors:
             os.close(descriptor)
-        heads = [pid for pid in heads if not os.waitpid(pid, os.WNOHANG)[0]]
+    _end_heads(heads)
+
+
+def _end_heads(heads: list[int]) -> None:
+    from hoop.launch.forked import wait_for_child
+
+    deadline = time.monotonic() + END_S
     for pid in heads:
-        os.waitpid(pid, 0)
+        wait_for_child(pid, max(0.0, deadline - time.monotonic()))
 
 
-def _fork_head(requests: socket.socket, file: int, pipes: HeadPipes) -> list[int]:
+def _fork_head(requests: socket.socket, file: int, events: int, control: int, alive: int) -> list[int]:
     """Forks a head, and another one if the first has loaded what cannot be forked; returns their pids."""
+    from hoop.launch.forked import HeadPipes, fork
+
+    pipes = HeadPipes(events, control, alive)
     pids: list[int] = []
     for load_on_device in (False, True):
         mine, theirs = os.pipe()
@@ -360,6 +519,7 @@ def _lead(file: int, pipes: HeadPipes, verdict: int, load_on_device: bool) -> No
     """The work of a head."""
     from hoop.runs.by_value import decode, read_shared
     from hoop.runs.job_lookup import load_for_devices
+    from hoop.runs.training import Training
 
     request: _Request = decode(read_shared(file))
     os.close(file)
