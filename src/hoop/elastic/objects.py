@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,7 +17,7 @@ from hoop.engine.custom.objects import (
     keeps_gradients,
     load_groups,
     load_scheduler,
-    trial_state,
+    trial_of_copy,
 )
 from hoop.errors import InvalidArgument
 
@@ -98,5 +97,13 @@ class LoopTrainableState(TrainableState):
             other.load_state_dict(state["state"][name])
 
     def trial_state(self) -> StateTemplate:
-        modules, optimizers = copy.deepcopy((nn.ModuleList(self.modules), self.optimizers))
-        return trial_state(optimizers, [one for one in modules.parameters() if one.requires_grad])
+        modules = nn.ModuleList(self.modules)
+        kept = [one for optimizer in self.optimizers for state in optimizer.state.values() for one in state.values()]
+        tensors = [*modules.parameters(), *modules.buffers(), *(one for one in kept if isinstance(one, Tensor))]
+
+        def parts_of(
+            copies: tuple[nn.ModuleList, list[Optimizer]],
+        ) -> tuple[Sequence[Optimizer], Sequence[Tensor]]:
+            return copies[1], [one for one in copies[0].parameters() if one.requires_grad]
+
+        return trial_of_copy((modules, self.optimizers), tensors, parts_of)

@@ -85,6 +85,11 @@ class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     and takes no time.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by PyTorch, which else imports ``torch._dynamo`` (more than a second) so as not to compile this."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values, structure = tree_flatten((args, kwargs or {}))
         if any(isinstance(value, Tensor) and value.is_meta for value in values):

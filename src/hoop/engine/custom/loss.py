@@ -345,7 +345,7 @@ def _tried(
         loss = replace(loss, metric_names=tuple(sorted(extra)), returns=form or MEAN)
         if form is None:
             model.eval()  # without dropout the loss is a function of its samples
-            basis = _basis(loss, model, indices, load)
+            basis = _basis(loss, model, indices, load, scalar)
             loss = replace(loss, returns=basis.kind, basis=basis)
         if not scalar.is_meta:
             loss._shard_loss(returned, correct, len(indices))
@@ -369,8 +369,14 @@ def _form_of(function: Any, value: Any, known: str | None, samples: int) -> str 
     return NONE if loss.numel() > 1 else None
 
 
-def _basis(loss: CustomLoss, model: nn.Module, indices: Indices, load: Callable[[Indices], Any]) -> Basis:
-    """What a scalar loss is the mean or the sum of, from its graph; raises if it depends on how samples are cut."""
+def _basis(
+    loss: CustomLoss, model: nn.Module, indices: Indices, load: Callable[[Indices], Any], tried: Tensor
+) -> Basis:
+    """What a scalar loss is the mean or the sum of, from its graph; raises if it depends on how samples are cut.
+
+    ``tried``: the loss of all of these samples in training. Without values its graph and that of the first part say all
+    that can be compared.
+    """
 
     def call(part: Indices) -> tuple[Tensor, Reading | None]:
         returned, _ = loss._call(model, load(part))
@@ -378,7 +384,10 @@ def _basis(loss: CustomLoss, model: nn.Module, indices: Indices, load: Callable[
         return value, read(value)
 
     parts = [indices[low:high] for low, high in itertools.pairwise([0, *CUTS[len(indices)][0], len(indices)])]
-    calls = [(len(part), *call(part)) for part in (indices, *parts)]
+    if tried.is_meta:
+        calls = [(len(indices), tried.reshape(()), read(tried.reshape(()))), (len(parts[0]), *call(parts[0]))]
+    else:
+        calls = [(len(part), *call(part)) for part in (indices, *parts)]
     basis = Basis.of([(reading, samples) for samples, _, reading in calls])
     if basis is None:
         samples, value, reading = calls[0]

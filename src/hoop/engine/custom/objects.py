@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoop.engine.job import Job, names_of
 from hoop.engine.optimizer_settings import OptimizerSettings
 from hoop.engine.settings import Settings
 from hoop.errors import InvalidArgument
 
+log = logging.getLogger("hoop.engine")
+Copied = TypeVar("Copied")
 Scheduler = LRScheduler | ReduceLROnPlateau
 StateTemplate = list[dict[tuple[int, str], Any]]
 """State that the optimizers keep of each trained parameter, by number of the optimizer and key."""
 TRIED_ELEMENTS = 1_000_000
-"""Number of parameters up to which an optimizer is tried on a copy of the whole model."""
+"""Number of elements up to which an optimizer is tried on a copy of the whole model."""
 JSON_TYPES = (bool, int, float, str, type(None))
 
 
@@ -235,9 +240,13 @@ class JobTrainableState(TrainableState):
             template_of_small = trial_state([make_optimizer(self._job, self._all_settings, small)], trained)
             if (template := _enlarged(template_of_small, trained, self.trained)) is not None:
                 return template
-        twin = copy.deepcopy(self.model)
-        trained = [one for one in twin.parameters() if one.requires_grad]
-        return trial_state([make_optimizer(self._job, self._all_settings, twin)], trained)
+
+        def parts_of(twin: nn.Module) -> tuple[Sequence[Optimizer], Sequence[Tensor]]:
+            trained = [one for one in twin.parameters() if one.requires_grad]
+            return [make_optimizer(self._job, self._all_settings, twin)], trained
+
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return trial_of_copy(self.model, tensors, parts_of)
 
     # ---- state that is not in tensors
 
@@ -298,6 +307,55 @@ def _enlarged(template: StateTemplate, small: Sequence[Tensor], trained: Sequenc
                 value = torch.empty(parameter.shape, dtype=value.dtype, device="meta")
             enlarged[-1][key] = value
     return enlarged
+
+
+def _python_type(dtype: torch.dtype) -> type:
+    if dtype == torch.bool:
+        return bool
+    return complex if dtype.is_complex else float if dtype.is_floating_point else int
+
+
+class _ReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which a number that is read from a tensor without values, as by ``item()``, is 1."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As that of ``ShapesOnly``."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _python_type(args[0].dtype)(1)
+        return func(*args, **(kwargs or {}))
+
+
+def trial_of_copy(
+    original: Copied,
+    tensors: Sequence[Tensor],
+    parts_of: Callable[[Copied], tuple[Sequence[Optimizer], Sequence[Tensor]]],
+) -> StateTemplate:
+    """What the optimizers of a copy keep of each parameter: ``trial_state`` of what ``parts_of`` makes of the copy.
+
+    ``tensors``: those of the original. If they are large the copy has tensors with shapes, types and devices, and no
+    values, if the optimizers can do without: it takes neither their memory nor the time of a step. What an optimizer
+    really keeps is compared with the result in training (``CustomState``).
+    """
+    if sum(one.numel() for one in tensors) > TRIED_ELEMENTS:
+        try:
+            mode, memo = FakeTensorMode(), dict[int, Any]()  # type: ignore[no-untyped-call]
+            for one in tensors:
+                fake = mode.from_tensor(one.detach())
+                memo[id(one)] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
+            with mode, _ReadAsOne():  # type: ignore[no-untyped-call]
+                template = trial_state(*parts_of(copy.deepcopy(original, memo)))
+            return [{key: _shape_of(value) for key, value in kept.items()} for kept in template]
+        except Exception:  # kernels of its own, or a mistake, which the step below reports
+            log.debug("the optimizer is tried with values", exc_info=True)
+    return trial_state(*parts_of(copy.deepcopy(original)))
+
+
+def _shape_of(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

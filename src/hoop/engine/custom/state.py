@@ -215,7 +215,9 @@ class CustomState(StageState):
         expected = self._template[index]
         for key, value in kept.items():
             known = expected.get((number, key))
-            if isinstance(value, Tensor) and not (isinstance(known, Tensor) and known.shape == value.shape):
+            if isinstance(value, Tensor) and not (
+                isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype)
+            ):
                 raise InvalidArgument(
                     f"optimizer: it keeps a new tensor {key!r} of {self._trained_name(index)}, which its first step "
                     "did not make; keep the same tensors from the first step on"
