@@ -38,6 +38,14 @@ async def dies_if_first(server, start):
         os._exit(9)
     threading.Event().wait()  # the other one never joins
 
+async def raises_if_second(server, start):
+    if server.config.device_id == 2:
+        open("second", "w").close()
+        raise AttributeError("on purpose")
+    while not os.path.exists("second"):  # this one may be the first: then the job would be over
+        threading.Event().wait(0.01)
+    await start(server)
+
 # With a thread the process cannot be forked: each device executes this file by itself.
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 if os.environ.setdefault("COMMAND_PID", str(os.getpid())) != str(os.getpid()):
@@ -65,3 +73,16 @@ def test_the_run_ends_with_the_error_of_the_device(what: str, tmp_path: Path) ->
     assert "not all there" not in done.stderr
     for sentence in sentences:
         assert str(sentence) in done.stderr
+
+
+def test_a_spare_device_that_cannot_start_is_reported_and_missed_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "my_job.py").write_text(JOB.replace("WHAT", "break_start(raises_if_second)"))
+    command = [sys.executable, "-m", "hoop", "train", "my_job.py:job", "-n", "1:2"]
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("HOOP_")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    shown = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0, shown
+    assert "device 2 cannot start" in shown
+    assert "the job goes on without it" in shown

@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerLost, error_from_name
+from hoop.job_events import Observed, Warned
 from hoop.launch.processes import remove_arenas
 from hoop.membership.heartbeats import DetectorConfig
 from hoop.servers.advertised_address import wildcard_towards
@@ -260,7 +261,7 @@ def run_device(
         parent_ended = _closed_event(parent_pipe)
         server = DeviceServer(config, trainer)
         await server.start()
-        _report(reports, joined=config.device_id)
+        _report(reports, config.device_id, joined=True)
         joined = True
         ends = [asyncio.ensure_future(one.wait()) for one in (parent_ended, server.dismissed)]
         await asyncio.wait(ends, return_when="FIRST_COMPLETED")
@@ -270,19 +271,20 @@ def run_device(
         prepare()
         asyncio.run(run())
     except HoopError as error:
-        _report(reports, error=type(error).__name__, text=f"device {config.device_id} cannot start: {error}")
+        _report(reports, config.device_id, error=type(error).__name__, text=f"device {config.device_id} cannot start: {error}")
     except Exception as error:
         if not joined:
             what = f"a bug in Hoop: {type(error).__name__}: {error}; its traceback is above"
             traceback.print_exc()
-            _report(reports, error=InternalError.__name__, text=f"device {config.device_id} cannot start: {what}")
+            text = f"device {config.device_id} cannot start: {what}"
+            _report(reports, config.device_id, error=InternalError.__name__, text=text)
             return
         raise
 
 
-def _report(pipe: int, **fields: Any) -> None:
+def _report(pipe: int, device_id: int, **fields: Any) -> None:
     """Write one line to the head about a device that starts: see ``_Program.watch_devices``."""
-    os.write(pipe, (json.dumps(fields) + "\n").encode())
+    os.write(pipe, (json.dumps({"device": device_id, **fields}) + "\n").encode())
 
 
 def _closed_event(parent_pipe: int) -> asyncio.Event:
@@ -310,7 +312,7 @@ class ForkedConfig:
     """Size of each device's arena in bytes."""
     trainer: TrainFunction
     awaited: int
-    """Number of devices with which the job begins: until these have joined, the end of a device ends all."""
+    """Number of devices with which the job begins: if fewer are left before these have joined, all end."""
     join_timeout_s: float | None = None
     """Seconds that these have to join before the work of the head begins; None: that work waits for them itself."""
     coordinator: CoordinatorConfig = field(default_factory=lambda: own_coordinator())
@@ -470,7 +472,8 @@ def run_head(prepare: Callable[[], ForkedConfig], head: Head, pipes: HeadPipes) 
             devices.start(work, (close - {address_read}) | {coordinator.read_end}, on_exit)
         # Start threads only after the last fork: a forked child has only the forking thread.
         threading.Thread(target=parent.watch_control, args=(groups,), daemon=True).start()
-        threading.Thread(target=parent.watch_devices, args=(reports_read, config.awaited, groups), daemon=True).start()
+        counts = (config.devices, config.awaited)
+        threading.Thread(target=parent.watch_devices, args=(reports_read, *counts, groups), daemon=True).start()
         threading.Thread(target=groups.reap, daemon=True).start()
         if config.join_timeout_s is not None:
             parent.wait_for_devices(config.awaited, config.join_timeout_s)
@@ -485,7 +488,7 @@ def run_head(prepare: Callable[[], ForkedConfig], head: Head, pipes: HeadPipes) 
 
 
 def _report_exit(pipe: int, device_id: int, how: str) -> None:
-    _report(pipe, exited=device_id, how=how)
+    _report(pipe, device_id, exited=how)
 
 
 def _has_descriptor(stream: Any) -> bool:
@@ -521,8 +524,10 @@ class _Program:
         self._events = os.fdopen(pipes.events, "w", encoding="utf-8")
         self._control_read = pipes.control
         self._write_lock = threading.Lock()
-        self._stop_handler_set = threading.Event()
-        self._stop_handler: Callable[[], None] = lambda: None
+        self._stop_lock = threading.Lock()
+        self._stop_handler: Callable[[], None] | None = None
+        self._stop_pending = False
+        """Whether a stop was requested before there was a handler."""
         self._joined = 0
         self._all_joined = threading.Event()
 
@@ -532,42 +537,63 @@ class _Program:
             self._events.flush()
 
     def set_stop_handler(self, stop: Callable[[], None]) -> None:
-        """Set the function that stops the job; an earlier stop request calls it now."""
-        self._stop_handler = stop
-        self._stop_handler_set.set()
+        """Set the function that stops the job; an earlier stop request, however long ago, calls it now."""
+        with self._stop_lock:
+            self._stop_handler = stop
+            pending, self._stop_pending = self._stop_pending, False
+        if pending:
+            self._stop_job()
 
     def watch_control(self, groups: ProcessGroups) -> None:
         """Thread body: a byte requests a stop after a step; EOF ends all processes at once."""
         while os.read(self._control_read, 1) == STOP:
-            threading.Thread(target=self._stop_job, daemon=True).start()
+            self._stop_job()
         groups.end(END_S)  # the parent is gone: no further event would be read
         os._exit(1)
 
     def _stop_job(self) -> None:
-        self._stop_handler_set.wait(START_S)
-        with contextlib.suppress(HoopError):  # the job has ended, or failed and reports that itself
-            self._stop_handler()
+        """Calls the handler, in a thread of its own, or leaves that to ``set_stop_handler``."""
+        with self._stop_lock:
+            handler = self._stop_handler
+            self._stop_pending = handler is None
 
-    def watch_devices(self, reports_read: int, awaited: int, groups: ProcessGroups) -> None:
-        """Thread body: a device that cannot start, or ends before ``awaited`` devices have joined, ends all.
+        def call() -> None:
+            with contextlib.suppress(HoopError):  # the job has ended, or failed and reports that itself
+                if handler is not None:
+                    handler()
 
-        The others would wait for it. A device's own lines precede that of its exit, for they are in one pipe. Once
-        the awaited devices have joined, the coordinator notices what happens to them.
+        threading.Thread(target=call, daemon=True).start()
+
+    def watch_devices(self, reports_read: int, devices: int, awaited: int, groups: ProcessGroups) -> None:
+        """Thread body: reports devices that cannot start, or end before ``awaited`` of ``devices`` have joined.
+
+        If fewer than ``awaited`` are left, all end: the others would wait for them. A device's own lines precede that
+        of its exit, for they are in one pipe. Once the awaited devices have joined, the coordinator notices what
+        happens to those that have joined.
         """
+        joined, failed = set[int](), set[int]()
         with os.fdopen(reports_read, "r", encoding="utf-8") as lines:
             for line in lines:
                 report = json.loads(line)
+                device_id = report.pop("device")
                 if "joined" in report:
-                    self._joined += 1
+                    joined.add(device_id)
+                    self._joined = len(joined - failed)
                     if self._joined == awaited:
                         self._all_joined.set()
                     continue
+                if device_id in failed or (device_id in joined and self._all_joined.is_set()):
+                    continue
+                failed.add(device_id)
                 if "exited" in report:
-                    if self._all_joined.is_set():
-                        continue
-                    text = f"device {report['exited']} ended while the devices started: {report['how']}"
+                    text = f"device {device_id} ended while the devices started: {report['exited']}"
                     report = {"error": PeerLost.__name__, "text": text}
+                enough = self._all_joined.is_set() or devices - len(failed) >= awaited
                 with contextlib.suppress(BrokenPipeError):
+                    if enough:
+                        text = f"{report['text']}; the job goes on without it"
+                        self.emit(Observed(Warned(text)).to_fields())
+                        continue
                     self.emit({"kind": "head_failed", **report})
                 groups.end(END_S)
                 os._exit(1)
