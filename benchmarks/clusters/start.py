@@ -8,6 +8,12 @@
 clock runs from the start of the command until ``metrics.jsonl`` in ``--out`` has its first row, which is written about
 four times a second. Ray's cluster, a head and two nodes on this machine, is up before; ``ray, new`` starts one within
 the command.
+
+    python benchmarks/clusters/start.py --programs --turns 5
+
+Instead: a program that calls ``hoop.train`` twice, on two devices for ten steps, with an optimizer by name (the flat
+path) and with a function that makes one. The clock runs from each call to its return. With ``PYTHONPATH`` the program
+uses another checkout of Hoop.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import statistics
@@ -113,13 +120,75 @@ def measure(command: list[str], steps: int) -> dict[str, Any]:
     return {"first": first, "step": result["seconds"] / steps, "weights": result["weights_sha256"]}
 
 
+PROGRAM = """
+import functools, json, sys, time
+import torch
+from torch import nn
+import hoop
+
+rows = torch.Generator().manual_seed(1)
+data = torch.randn(960, 20, generator=rows), torch.randint(0, 5, (960,), generator=rows)
+own = {"optimizer": functools.partial(torch.optim.AdamW, lr=1e-3)} if sys.argv[1] == "own" else {}
+walls, weights = [], set()
+for _ in range(int(sys.argv[2])):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+    began = time.monotonic()
+    weights.add(hoop.train(model, data, devices=2, epochs=1, batch_size=96, shards=4, **own).weights_sha256)
+    walls.append(time.monotonic() - began)
+time.sleep(2)  # the processor time of processes counts when they have been waited for
+print(json.dumps({"walls": walls, "weights": sorted(weights)}))
+"""
+
+
+def measure_program(kind: str, trainings: int) -> dict[str, Any]:
+    """One program: seconds of each call, and the processor time of the program and of all that it has started."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind, str(trainings)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TURN_S,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "processor": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
+def measure_programs(turns: int) -> None:
+    """Prints the table of programs that call ``hoop.train``."""
+    print("| optimizer | first call, s (median) | least to most | second call, s (median) | least to most |", end=" ")
+    print("processor time: no call, s | first call | second call |")
+    print("|---" * 8 + "|")
+    for kind, name in (("named", "by name"), ("own", "a function")):
+        measured: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
+        for turn in range(turns):
+            for trainings, programs in measured.items():
+                programs.append(measure_program(kind, trainings))
+                print(f"{name}, turn {turn + 1}: {programs[-1]}", file=sys.stderr, flush=True)
+        none, first, both = (
+            statistics.median(program["processor"] for program in measured[count]) for count in (0, 1, 2)
+        )
+        calls = [sorted(program["walls"][call] for program in measured[2]) for call in (0, 1)]
+        walls = " | ".join(f"{statistics.median(call):.1f} | {call[0]:.1f} to {call[-1]:.1f}" for call in calls)
+        print(f"| {name} | {walls} | {none:.1f} | {first - none:.1f} | {both - first:.1f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--turns", type=int, default=3, help="of each launcher")
     parser.add_argument("--steps", type=int, default=200, help="of a training")
     parser.add_argument("--launchers", help="some of them, with semicolons; otherwise all that are installed")
+    parser.add_argument("--programs", action="store_true", help="programs that call hoop.train twice, and no launcher")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.programs:
+        measure_programs(options.turns)
+        return
     wanted = options.launchers.split(";") if options.launchers else None
     with ray_nodes(wanted is None or "ray" in wanted) as address:
         known = commands(address, options.steps)

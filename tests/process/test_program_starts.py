@@ -12,6 +12,8 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -68,9 +70,11 @@ coordinator = subprocess.Popen([sys.executable, "-m", "hoop", "coordinator"], st
 with hoop.connect(coordinator.stdout.readline().split()[-1]) as cluster:
     cluster.status()
 """
+NUMPY = "import numpy\nnumpy.linalg.svd(numpy.random.default_rng(1).normal(size=(600, 600)) @ numpy.ones((600, 600)))\n"
 LAST = "\nprint(train())\n"
 BEFORE = {
-    "everything": SAMPLES + PRODUCT + GRADIENTS + WORKERS + THREAD + GRPC + LAST,
+    "everything": SAMPLES + PRODUCT + NUMPY + GRADIENTS + WORKERS + THREAD + GRPC + LAST,
+    "a question for GPUs": "torch.cuda.is_available()" + LAST,
     "a loop of asyncio": "import asyncio\nasync def cell():\n    return train()\nprint(asyncio.run(cell()))",
     "a training, and a thread that trains": THREAD
     + "one = []\nagain = threading.Thread(target=lambda: one.append(train()))\n"
@@ -200,23 +204,109 @@ def test_a_file_of_a_command_may_start_threads(before: str, executions: int, wei
     assert len((tmp_path / "log").read_text().splitlines()) == executions
 
 
+KEPT = """
+import os
+from hoop.runs.clean_process import idle_process
+weights = train()
+kept = idle_process().pid
+os.mkdir("elsewhere"), os.chdir("elsewhere")
+os.environ["PYTEST_CURRENT_TEST"] = "another"
+assert train() == weights and idle_process().pid == kept
+opened = {os.readlink(f"/proc/{kept}/fd/{number}") for number in os.listdir(f"/proc/{kept}/fd")}
+assert not [path for path in opened if path != "/dev/null" and not path.startswith("socket:")], opened
+assert "hoop-job" not in open(f"/proc/{kept}/maps").read()
+if not os.fork():  # a child of the program does not end it, and does not use it
+    os._exit(idle_process() is not None)
+assert os.wait()[1] == 0
+try:
+    train(nonsense=1)
+except hoop.HoopError:
+    assert idle_process().pid == kept
+os.environ["OMP_NUM_THREADS"] = "1"
+assert train() == weights and idle_process().pid != kept
+assert not os.path.exists(f"/proc/{kept}")
+print(idle_process().pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="looks at processes as Linux shows them")
+def test_the_clean_process_is_kept_while_it_is_like_a_new_one(tmp_path: Path) -> None:
+    """It has nothing of a job, and ends with its program, however that ends."""
+    done = run_program(HEAD + KEPT, folder=tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    try:
+        kept = os.pidfd_open(int(done.stdout.splitlines()[-1]))
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([kept], [], [], 100)[0], "the kept process lives"
+    finally:
+        os.close(kept)
+
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+RUN = ("-m", "hoop", "run", "-np", "2")
+
+
+@dataclass(frozen=True)
+class Example:
+    """How an example is run, as its docstring says, with options that make it short."""
+
+    options: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    needs: str = ""
+    """A package that is not installed everywhere."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    by_default: bool = False
+
+
+GLOO = {"HOOP_REPLACE_GLOO": "1"}
 RUNS = {
-    "own_code/language_model.py": ("--epochs", "1", "--devices", "2"),
-    "own_code/augmented_images.py": ("--epochs", "1", "--devices", "2"),
-    "own_code/gan.py": (),
-    "own_code/own_loop.py": (),
-    "custom_model.py": ("--epochs", "1", "--devices", "2"),
-    "torch_backend.py": ("--steps", "20"),
+    "own_code/language_model.py": Example(("--epochs", "1", "--devices", "2"), by_default=True),
+    "own_code/augmented_images.py": Example(("--epochs", "1", "--devices", "2")),
+    "own_code/gan.py": Example(),
+    "own_code/own_loop.py": Example(),
+    "custom_model.py": Example(("--epochs", "1", "--devices", "2")),
+    "lab_training.py": Example(("--steps", "20", "--devices", "2")),
+    "torch_backend.py": Example(("--steps", "20")),
+    "horovod/elastic.py": Example(("--kill-rank", "1"), ("-m", "hoop", "run", "-np", "3", "--min-np", "2")),
+    "horovod/mnist.py": Example(("--epochs", "1"), RUN),
+    "horovod/synthetic_benchmark.py": Example(
+        ("--num-iters", "1", "--num-batches-per-iter", "1"), RUN, by_default=True
+    ),
+    "trainers/dcp.py": Example(("--checkpoint", "counting", "--steps", "5"), TORCHRUN),
+    "trainers/fsdp2.py": Example((), TORCHRUN),
+    "trainers/pipelining.py": Example((), TORCHRUN, by_default=True),
+    "trainers/lightning_ddp.py": Example(needs="lightning"),
+    "trainers/hf_trainer.py": Example(("--cpu",), TORCHRUN, "transformers", GLOO),
+    "trainers/hf_accelerate.py": Example(("--cpu",), TORCHRUN, "accelerate", GLOO),
+    "ray/train.py": Example(needs="ray"),
+    "ray/torch_trainer.py": Example(needs="ray"),
 }
 
 
+NOT_RUN_HERE = {"lab_client.py", "gpu_sim_messages.py"}
+"""The first needs a server and is run by test_lab_client.py, the second is a table and not a program."""
+
+
+def test_every_example_is_in_the_table() -> None:
+    names = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    assert names == {*RUNS, *NOT_RUN_HERE}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "language" not in name else []) for name in RUNS]
+    "name",
+    [pytest.param(name, marks=[] if example.by_default else [pytest.mark.slow]) for name, example in RUNS.items()],
 )
 def test_an_example_runs_as_a_user_runs_it(name: str, tmp_path: Path) -> None:
-    done = run_program("", str(EXAMPLES / name), *RUNS[name], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    example = RUNS[name]
+    if example.needs:
+        pytest.importorskip(example.needs, reason=f"pip install {example.needs}")
+    command = (*example.launcher, str(EXAMPLES / name), *example.options)
+    done = run_program("", *command, folder=tmp_path, **example.environment)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 ENDLESS = """

@@ -98,12 +98,13 @@ class LoopTrainableState(TrainableState):
 
     def trial_state(self) -> StateTemplate:
         modules = nn.ModuleList(self.modules)
-        kept = [one for optimizer in self.optimizers for state in optimizer.state.values() for one in state.values()]
-        tensors = [*modules.parameters(), *modules.buffers(), *(one for one in kept if isinstance(one, Tensor))]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        tensors = [*modules.parameters(), *modules.buffers(), *kept]
 
         def parts_of(
-            copies: tuple[nn.ModuleList, list[Optimizer]],
+            copies: tuple[nn.ModuleList, Sequence[Optimizer]],
         ) -> tuple[Sequence[Optimizer], Sequence[Tensor]]:
-            return copies[1], [one for one in copies[0].parameters() if one.requires_grad]
+            return copies[1], [parameter for parameter in copies[0].parameters() if parameter.requires_grad]
 
         return trial_of_copy((modules, self.optimizers), tensors, parts_of)

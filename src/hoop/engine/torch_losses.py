@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
 
 from hoop.engine.loss_graph import class_weight
-from hoop.engine.stage.autograd import MEAN, REDUCTIONS, function_name
+from hoop.engine.stage.autograd import MEAN, REDUCTIONS, function_name, loss_on
 from hoop.errors import InvalidArgument
 
 _MODULES = "torch.nn.modules.loss"
@@ -95,6 +96,12 @@ class ClassMean:
         if targets.is_floating_point():  # probabilities of the classes
             return total, float(targets.numel() / targets.shape[min(1, targets.dim() - 1)])
         return total, class_weight(targets, self.weight, self.ignored)
+
+    def on(self, device: torch.device) -> ClassMean:
+        """The same with the weights of the classes on this device."""
+        placed = ClassMean.of(loss_on(self.function, device))
+        assert placed is not None, "it is the same loss"
+        return placed
 
     def is_dense(self, targets: Tensor) -> bool:
         """Whether every one of these targets counts once."""

@@ -271,7 +271,12 @@ def run_device(
         prepare()
         asyncio.run(run())
     except HoopError as error:
-        _report(reports, config.device_id, error=type(error).__name__, text=f"device {config.device_id} cannot start: {error}")
+        _report(
+            reports,
+            config.device_id,
+            error=type(error).__name__,
+            text=f"device {config.device_id} cannot start: {error}",
+        )
     except Exception as error:
         if not joined:
             what = f"a bug in Hoop: {type(error).__name__}: {error}; its traceback is above"

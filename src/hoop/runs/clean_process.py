@@ -294,7 +294,9 @@ class CleanProcess:
                 self._heads -= 1
                 return
             self.close()
-            text = f"the process that leads the devices had not ended {HEAD_END_S:g} s after the training; it was killed"
+            text = (
+                f"the process that leads the devices had not ended {HEAD_END_S:g} s after the training; it was killed"
+            )
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
         return wait

@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_known_is_refused(text: str, kind: str, loss: Any) ->
 def test_a_refusal_says_what_to_write() -> None:
     with pytest.raises(InvalidArgument) as refused:
         find_criterion(lambda outputs, targets: F.mse_loss(outputs, targets) * 2, None, *random_samples("numbers"))
-    for remedy in ("return losses.sum(), losses.numel()", "reduction='mean' or 'sum', in hoop.train or hoop.Job"):
+    for remedy in ("return losses.sum(), losses.numel()", "write hoop.train(…, reduction='mean') or hoop.Job("):
         assert remedy in str(refused.value)
 
 

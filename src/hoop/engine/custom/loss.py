@@ -34,7 +34,7 @@ from hoop.data.dataset import Indices
 from hoop.data.structured import StructuredDataset, split_pair
 from hoop.engine.loss_graph import Basis, Reading, last_operation, read
 from hoop.engine.loss_trial import CUTS, FEW, Decomposition, ShapesOnly, no_side_effects, sample_indices, without_values
-from hoop.engine.stage.autograd import MEAN, NONE, SUM, function_name, naming_wrong_targets, num_correct
+from hoop.engine.stage.autograd import MEAN, NONE, SUM, function_name, loss_on, naming_wrong_targets, num_correct
 from hoop.engine.torch_losses import ClassMean, is_torch_module, stated_reduction
 from hoop.errors import HoopError, InvalidArgument
 
@@ -44,9 +44,9 @@ COUNTED = "(sum, count)"
 LOSS_KEY = "loss"
 MAX_METRICS = 64
 _REMEDY = (
-    "return (sum, count), whose quotient over the whole batch is then minimised, for example 'return losses.sum(), "
-    "losses.numel()', or a value a sample; or state what the scalar is over its samples, reduction='mean' or 'sum', in "
-    "hoop.train or hoop.Job"
+    "if it is the mean over its samples write hoop.train(…, reduction='mean') or hoop.Job(…, reduction='mean'), if "
+    "it is their sum reduction='sum'; or return a value a sample, or (sum, count), whose quotient over the whole batch "
+    "is then minimised, for example 'return losses.sum(), losses.numel()'"
 )
 
 
@@ -107,8 +107,10 @@ class CustomLoss:
         return ShardLoss(total, weight, metrics, correct)
 
     def _call(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
+        device = next(model.parameters()).device
+        function = self.function.on(device) if isinstance(self.function, ClassMean) else loss_on(self.function, device)
         if self.takes_model:
-            return self.function(model, batch), None
+            return function(model, batch), None
         inputs, targets = split_pair(batch, self.data_name)
         outputs = call_model(model, inputs)
         if is_torch_module(self.function) and not isinstance(outputs, Tensor):
@@ -118,7 +120,7 @@ class CustomLoss:
                 "targets)"
             )
         with naming_wrong_targets(outputs, targets):
-            returned = self.function(outputs, targets)
+            returned = function(outputs, targets)
         classified = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and not targets.is_floating_point()
         classified = classified and outputs.dim() > 1 and not outputs.is_meta
         return returned, float(num_correct(outputs.detach(), targets)) if classified else None
@@ -410,7 +412,7 @@ def check_parts(function: Any, kind: str, sums: Sequence[tuple[float, ...]], dty
         raise InvalidArgument(
             f"loss: {function_name(function)} returned a {kind}, and its value for some samples, {whole:g} as a "
             f"sum, is not that of parts of them, {decomposition.sum:g}: it compares samples with each other, so shards "
-            f"would not add up to the batch. Use shards=1, or {_REMEDY}"
+            f"would not add up to the batch. Use shards=1, or return a value a sample or (sum, count)"
         )
 
 

@@ -242,7 +242,7 @@ class JobTrainableState(TrainableState):
                 return template
 
         def parts_of(twin: nn.Module) -> tuple[Sequence[Optimizer], Sequence[Tensor]]:
-            trained = [one for one in twin.parameters() if one.requires_grad]
+            trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
             return [make_optimizer(self._job, self._all_settings, twin)], trained
 
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -340,12 +340,13 @@ def trial_of_copy(
     values, if the optimizers can do without: it takes neither their memory nor the time of a step. What an optimizer
     really keeps is compared with the result in training (``CustomState``).
     """
-    if sum(one.numel() for one in tensors) > TRIED_ELEMENTS:
+    if sum(tensor.numel() for tensor in tensors) > TRIED_ELEMENTS:
         try:
-            mode, memo = FakeTensorMode(), dict[int, Any]()  # type: ignore[no-untyped-call]
-            for one in tensors:
-                fake = mode.from_tensor(one.detach())
-                memo[id(one)] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
+            mode, memo = FakeTensorMode(), dict[int, Any]()
+            for tensor in tensors:
+                fake = mode.from_tensor(tensor.detach())
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
             with mode, _ReadAsOne():  # type: ignore[no-untyped-call]
                 template = trial_state(*parts_of(copy.deepcopy(original, memo)))
             return [{key: _shape_of(value) for key, value in kept.items()} for kept in template]

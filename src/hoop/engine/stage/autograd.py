@@ -18,6 +18,8 @@ allocates no lasting memory.
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -104,11 +106,44 @@ def function_name(function: Loss) -> str:
     return name if isinstance(name, str) else str(function)
 
 
+_placed: dict[tuple[int, torch.device], tuple[Any, Any]] = {}
+"""Losses by id and device, with their copies there."""
+
+
+def loss_on(function: Any, device: torch.device) -> Any:
+    """A loss whose tensors, such as the weights of classes, are on this device, where the model is.
+
+    The user has made it in host memory, as the data. A module without parameters and a ``functools.partial`` are
+    copied, once; any other function moves its tensors itself.
+    """
+    if device.type in ("cpu", "meta"):
+        return function
+    key = id(function), device
+    if key not in _placed:
+        _placed[key] = function, copy_on(function, device)
+    return _placed[key][1]
+
+
+def copy_on(function: Any, device: torch.device) -> Any:
+    """A copy of a loss on a device; the loss itself if nothing of it can be moved."""
+    if isinstance(function, nn.Module) and not list(function.parameters()):
+        return copy.deepcopy(function).to(device)
+    if type(function) is functools.partial:
+        place = functools.partial(_tensor_on, device)
+        keywords = {name: place(value) for name, value in function.keywords.items()}
+        return functools.partial(copy_on(function.func, device), *map(place, function.args), **keywords)
+    return function
+
+
+def _tensor_on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 def call_loss(function: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Call a user's loss function; raises if it returns neither a scalar tensor nor one value (or row) a sample."""
     try:
         with naming_wrong_targets(outputs, targets):
-            found: Any = function(outputs, targets)
+            found: Any = loss_on(function, outputs.device)(outputs, targets)
     except HoopError:
         raise
     except Exception as error:
