@@ -257,7 +257,7 @@ class Example:
     options: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
     needs: str = ""
-    """A package that is not installed everywhere."""
+    """A module that is not installed everywhere."""
     environment: Mapping[str, str] = field(default_factory=dict)
     by_default: bool = False
 
@@ -283,7 +283,7 @@ RUNS = {
     "trainers/hf_trainer.py": Example(("--cpu",), TORCHRUN, "transformers", GLOO),
     "trainers/hf_accelerate.py": Example(("--cpu",), TORCHRUN, "accelerate", GLOO),
     "ray/train.py": Example(needs="ray"),
-    "ray/torch_trainer.py": Example(needs="ray"),
+    "ray/torch_trainer.py": Example(needs="ray.train"),
 }
 
 
@@ -303,7 +303,7 @@ def test_every_example_is_in_the_table() -> None:
 def test_an_example_runs_as_a_user_runs_it(name: str, tmp_path: Path) -> None:
     example = RUNS[name]
     if example.needs:
-        pytest.importorskip(example.needs, reason=f"pip install {example.needs}")
+        pytest.importorskip(example.needs, reason=f"{example.needs} is not installed", exc_type=ImportError)
     command = (*example.launcher, str(EXAMPLES / name), *example.options)
     done = run_program("", *command, folder=tmp_path, **example.environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -166,14 +166,14 @@ class _Inherited:
         return cls(
             {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
             frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()),
-            tuple(resource.getrlimit(getattr(resource, name)) for name in sorted(vars(resource)) if name in _LIMITS),
+            tuple(resource.getrlimit(getattr(resource, name)) for name in _LIMITS),
             tuple(line for line in status if line.startswith(("Uid:", "Gid:", "Groups:", "Umask:"))),
         )
 
 
 _NOT_INHERITED = {"PYTEST_CURRENT_TEST"}
 """Variables that change without meaning anything: pytest sets this one before each test."""
-_LIMITS = {name for name in vars(resource) if name.startswith("RLIMIT_")}
+_LIMITS = sorted(name for name in vars(resource) if name.startswith("RLIMIT_"))
 
 
 @dataclass(frozen=True)
