@@ -244,7 +244,7 @@ class Device:
 
     def start_task(self, generation: int, members: tuple[int, ...], joining: bool) -> None:
         if self.task is not None and not self.ended:
-            self.task = tm.rejoined(self.task)
+            self.task = tm.rejoined(self.task, generation)
             self._leave_links()
             self.emit("ready")
             return
@@ -252,6 +252,7 @@ class Device:
             return  # it has finished, and the coordinator does not know yet
         self.task, self.ended = tm.TaskRanks(), False
         if joining:
+            self.task = tm.invited(self.task, generation)
             self.live = {step: set(pieces) for step, pieces in self.arena.items()}
             self.done, self.survived, self.fresh_start = max(self.live, default=NO_STATE), False, False
 
@@ -296,16 +297,16 @@ class Device:
         self._check()
         return True
 
-    def release(self, final: bool) -> None:
-        if final and self.stuck is not None:
-            self.run_after(1.0, lambda: self.run.kill(self, 1.0) if self.stuck is not None else None)
+    def release(self, generation: int, final: bool) -> None:
         if self.task is not None and not self.ended:
-            self.task = tm.released(self.task, final)
+            self.task = tm.released(self.task, generation, final)
+            if self.task.dismissed and self.stuck is not None:
+                self.run_after(1.0, lambda: self.run.kill(self, 1.0) if self.stuck is not None else None)
             self._check()
 
-    def move(self) -> None:
+    def move(self, generation: int) -> None:
         if self.task is not None:
-            self.task = tm.moving(self.task)
+            self.task = tm.moving(self.task, generation)
 
     def abort(self, generation: int) -> None:
         if self.task is not None:
@@ -856,12 +857,14 @@ class Run:
         self._busy = False
 
     def _perform(self, instruction: jm.JobInstruction) -> None:
+        one = self.state.communicator(JOB)
+
         def move(device: Device) -> bool:
-            device.move()
+            device.move(one.generation)
             return True
 
         def release(device: Device, final: bool) -> bool:
-            device.release(final)
+            device.release(one.generation, final)
             return True
 
         match instruction:
@@ -913,9 +916,10 @@ class Run:
 
     def _invite(self, number: int) -> None:
         incarnation = self.state.members[number].info.incarnation
+        generation = self.state.communicator(JOB).generation
 
         def start(device: Device) -> bool:
-            device.start_task(0, (), joining=True)
+            device.start_task(generation, (), joining=True)
             return True
 
         def answered(replied: bool, ok: bool) -> None:

@@ -235,9 +235,33 @@ REGRESSIONS = {
         1.0,
         one_host=True,
     ),
+    "a coordinator is cut off for longer than isolation, a device leaves, and one was heard a moment longer": Setup(
+        2,
+        True,
+        True,
+        (
+            Fault(1.1629434430953314, "coordinator_cut", 0, 0, 110.0),
+            Fault(1.2449192005174716, "leave", 1, 2, 2.0),
+        ),
+        1.0,
+        loading_s=2.0,
+    ),
+    "a release comes late, and the device has a newer rank": Setup(
+        5,
+        True,
+        True,
+        (
+            Fault(0.2383407137008492, "coordinator_cut", 2, 4, 2.0),
+            Fault(0.509546267672031, "leave", 2, 3, 0.1),
+            Fault(2.0990907896872484, "kill", 1, 0, 2.0),
+            Fault(2.0990907896872484, "kill", 5, 0, 2.0),
+        ),
+        0.01,
+        replicas=2,
+    ),
 }
 """Schedules that once broke an invariant, shrunk to as few faults as possible."""
-REGRESSION_SEEDS = (31014, 22450, 37047, 40417, 300013)
+REGRESSION_SEEDS = (31014, 22450, 37047, 40417, 300013, 117816, 137774)
 """Seeds with which some of them did, besides the first 25."""
 
 

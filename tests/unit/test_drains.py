@@ -224,5 +224,5 @@ def test_a_device_that_loads_a_job_is_not_dead_while_it_sends_heartbeats(monkeyp
 def test_a_device_that_is_invited_again_while_it_loads_is_not_ready_yet() -> None:
     """It was declared dead and came back: it got a rank before it had loaded the job, and the others waited for it."""
     task = Task(joining=True)
-    Tasks._rejoin(None, task)  # type: ignore[arg-type]
+    Tasks._rejoin(None, task, 2)  # type: ignore[arg-type]
     assert task.log.last == 0

@@ -104,6 +104,8 @@ def check_leases(state: State, now: float) -> m.Result:
                 for key, member in state.members.items()
             }
             state = replace(state, members=members)
+        isolated_s = _isolated_s(state, now) - _isolated_s(state, state.last_tick)
+        state = replace(state, deaf_s=state.deaf_s + max(0.0, paused_s, isolated_s))
     state = replace(state, last_tick=now)
     instructions: tuple[m.MembershipInstruction, ...] = ()
     believed = not 0 < _isolated_s(state, now) <= config.isolation_s

@@ -197,7 +197,7 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
             member = cluster.members.get(device_id)
             arrived = {member.info.incarnation} if member is not None else set()
             if job.grace_until is not None and device_id in job.holders:  # the others may be on their way, too
-                job = replace(job, grace_until=max(job.grace_until, now + job.restart_grace_s))
+                job = replace(job, grace_until=max(job.grace_until, cluster.heard_time(now) + job.restart_grace_s))
             return _invite_if_room(replace(job, refused=job.refused - arrived), cluster, device_id, now)
         case InviteFailed(device_id, incarnation, refused):
             job = without_task(job, device_id, incarnation)
@@ -517,7 +517,7 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
     missing = newest if newest or ready or job.finished else missing
     if not job.elastic or not job.restart_grace_s or not (ready or missing):
         return _end(job)
-    job = _with_grace(job, now)
+    job = _with_grace(job, cluster, now)
     waited = not missing or _grace_over(job, cluster, missing, now)
     if ready and waited and len(ready) < job.user_min_devices:
         return _await_more(job, cluster, now)
@@ -530,11 +530,12 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
 
 def _await_more(job: JobView, cluster: State, now: float) -> Result:
     """(2), (4): fewer devices are left than the user allows. Waits for others until the restart grace is over."""
-    began, job = job.grace_until is None, _with_grace(job, now)
+    began, job = job.grace_until is None, _with_grace(job, cluster, now)
     ranks = len(remaining(job, cluster))
     assert job.grace_until is not None, "it has begun"
-    if job.elastic and (now < job.grace_until or loading(job, cluster)):
-        return job, (AwaitMore(ranks, job.grace_until - now),) if began else ()
+    left_s = job.grace_until - cluster.heard_time(now)
+    if job.elastic and (left_s > 0 or loading(job, cluster)):
+        return job, (AwaitMore(ranks, left_s),) if began else ()
     waited = f", and no other came within {job.restart_grace_s:g} s" if job.elastic and job.restart_grace_s else ""
     text = (
         f"{ranks} device{' is' if ranks == 1 else 's are'} left, fewer than the {job.user_min_devices} that the job "
@@ -554,7 +555,7 @@ def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -
     ready, missing = ready_devices(job, cluster), may_return(job, cluster)
     if ready:
         return _rebuild(job, cluster)
-    job = _with_grace(job, now)
+    job = _with_grace(job, cluster, now)
     if missing and job.elastic and not _grace_over(job, cluster, missing, now):
         evicted = sorted(missing & set(cluster.link_faults_of(job.id).evicted_until))
         job, instructions = _invite_and_announce(job, cluster, missing, now)
@@ -578,15 +579,20 @@ def _lacks_state(task: TaskView) -> bool:
     return not isinstance(error_from_name(task.error, ""), UserError | InternalError)
 
 
-def _with_grace(job: JobView, now: float) -> JobView:
-    """The job with the restart grace begun, if it had not begun before."""
-    return job if job.grace_until is not None else replace(job, grace_until=now + job.restart_grace_s)
+def _with_grace(job: JobView, cluster: State, now: float) -> JobView:
+    """The job with the restart grace begun, if it had not begun before.
+
+    Time in which the coordinator hears no device does not count: none that comes back could reach it.
+    """
+    if job.grace_until is not None:
+        return job
+    return replace(job, grace_until=cluster.heard_time(now) + job.restart_grace_s)
 
 
 def _grace_over(job: JobView, cluster: State, missing: frozenset[int], now: float) -> bool:
     """Whether the restart grace is over. It does not end while a device that came back loads the job."""
     loads = missing & set(loading(job, cluster))
-    return job.grace_until is not None and now >= job.grace_until and not loads
+    return job.grace_until is not None and cluster.heard_time(now) >= job.grace_until and not loads
 
 
 def _invite_and_announce(job: JobView, cluster: State, missing: frozenset[int], now: float) -> Result:
@@ -596,7 +602,7 @@ def _invite_and_announce(job: JobView, cluster: State, missing: frozenset[int], 
         instructions += more
     if missing == job.awaited or job.grace_until is None:
         return job, instructions
-    announcement = Await(tuple(sorted(missing)), job.grace_until - now)
+    announcement = Await(tuple(sorted(missing)), job.grace_until - cluster.heard_time(now))
     return replace(job, awaited=missing), (*instructions, announcement)
 
 

@@ -105,7 +105,7 @@ class JobView:
     """Number of rebuilds since the last evidence or progress."""
     last_attempt: float = 0.0
     grace_until: float | None = None
-    """End of the wait for devices that can come back; None: the job does not wait."""
+    """End of the wait for devices that can come back, by ``State.heard_time``; None: the job does not wait."""
     awaited: frozenset[int] = frozenset()
     """Ids of the devices of the last announced wait."""
     holders: frozenset[int] = frozenset()

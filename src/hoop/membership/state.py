@@ -174,12 +174,18 @@ class State:
     last_tick: float = 0.0
     observer: ObserverHealth = PUNCTUAL
     """How late the coordinator's own ticks were lately."""
+    deaf_s: float = 0.0
+    """Seconds, of all that have passed, in which the coordinator did not run, or heard no device at all."""
     link_faults: Mapping[int, LinkFaults] = field(default_factory=dict)
     """Link faults of each communicator. The journal does not store them: a device that cannot reach a peer reports it
     again."""
     unreachable: Mapping[Connection, str] = field(default_factory=dict)
     """Reasons why connections failed when they were last tried (``reachability``). Not in the journal either: a
     restarted coordinator tries again."""
+
+    def heard_time(self, now: float) -> float:
+        """A clock that stands still while the coordinator could not hear a device that comes back."""
+        return min(now, self.last_tick + 2 * self.config.heartbeat_s) - self.deaf_s
 
     def member(self, device_id: int) -> Member:
         if device_id not in self.members:

@@ -3,9 +3,10 @@
     assigned, moving, released …   (state, message of the coordinator) -> state
     next_step(state)               the next action of a training thread that has left its generation
 
-The coordinator's messages may come late, twice, or in another order. Generations order them: a newer assignment
-replaces a stale one. A task ends only at the end of the training, by a failure of its own code, or because the
-coordinator released it; never because its links failed.
+The coordinator's messages may come late, twice, or in another order. Each has the newest generation of the job, by
+which they are ordered: a newer one replaces a stale one, and what is older than the newest message is void. A task ends
+only at the end of the training, by a failure of its own code, or because the coordinator released it; never because its
+links failed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class TaskRanks:
 
     newest: int = 0
     """Newest generation in which the task was assigned a rank; 0: none yet."""
+    known: int = 0
+    """Newest generation in any message about this task's rank: older messages are void."""
     taken: int = 0
     """Newest generation whose links the task opened."""
     planned: bool = False
@@ -62,12 +65,14 @@ class TaskRanks:
 
 
 def assigned(state: TaskRanks, generation: int, planned: bool) -> TaskRanks:
-    """The coordinator assigned a rank in this generation. Raises if a newer assignment is known."""
-    if generation < state.newest:
-        raise MembershipChanged(f"generation {generation} is over: this device is at {state.newest}")
+    """The coordinator assigned a rank in this generation. Raises if a message of a newer one is known."""
+    if generation < state.known:
+        raise MembershipChanged(f"generation {generation} is over: this device is at {state.known}")
     if generation == state.newest:
         return state  # the message was sent twice
-    return replace(state, newest=generation, planned=planned, move=False, rejoins=False, released=False)
+    return replace(
+        state, newest=generation, known=generation, planned=planned, move=False, rejoins=False, released=False
+    )
 
 
 def stopped(state: TaskRanks, generation: int) -> TaskRanks:
@@ -81,17 +86,20 @@ def outdated(state: TaskRanks) -> bool:
     return state.taken > 0 and (superseded or state.stopped >= state.taken or state.dismissed)
 
 
-def moving(state: TaskRanks) -> TaskRanks:
-    """All members have their planned ranks. A task without one ignores this: the move is over."""
+def moving(state: TaskRanks, generation: int) -> TaskRanks:
+    """All members have their planned ranks of this generation. A task without one ignores this: the move is over."""
+    if generation != state.known:
+        return state
     return replace(state, move=state.planned and (state.pending or state.released))
 
 
 def took(state: TaskRanks, generation: int) -> TaskRanks:
     """The task takes the assignment of this generation."""
     newest, taken = max(state.newest, generation), max(state.taken, generation)
+    known = max(state.known, generation)
     planned = state.planned and newest > taken  # a newer assignment came meanwhile
     left_out = state.left_out and state.rejoins  # it was left out of this generation, too
-    return replace(state, newest=newest, taken=taken, move=False, planned=planned, left_out=left_out)
+    return replace(state, newest=newest, known=known, taken=taken, move=False, planned=planned, left_out=left_out)
 
 
 def gave_up(state: TaskRanks, generation: int) -> TaskRanks:
@@ -99,10 +107,15 @@ def gave_up(state: TaskRanks, generation: int) -> TaskRanks:
     return replace(took(state, generation), left_out=state.left_out)
 
 
-def rejoined(state: TaskRanks) -> TaskRanks:
-    """Other devices continued without it, and the coordinator asks it to take part again."""
+def invited(state: TaskRanks, generation: int) -> TaskRanks:
+    """The coordinator asks it to take part in a job whose newest generation is this."""
+    return replace(state, known=max(state.known, generation))
+
+
+def rejoined(state: TaskRanks, generation: int) -> TaskRanks:
+    """Other devices continued without it, up to this generation, and the coordinator asks it to take part again."""
     return replace(
-        state,
+        invited(state, generation),
         taken=state.newest,
         rejoins=True,
         left_out=True,
@@ -113,9 +126,11 @@ def rejoined(state: TaskRanks) -> TaskRanks:
     )
 
 
-def released(state: TaskRanks, final: bool) -> TaskRanks:
-    """It has no rank any more. ``final``: no other device needs its state."""
-    return replace(state, released=True, planned=True, dismissed=state.dismissed or final)
+def released(state: TaskRanks, generation: int, final: bool) -> TaskRanks:
+    """It has no rank in this generation. ``final``: no other device needs its state."""
+    if generation < state.known:
+        return state
+    return replace(state, known=generation, released=True, planned=True, dismissed=state.dismissed or final)
 
 
 def next_step(state: TaskRanks) -> NextStep:

@@ -179,7 +179,7 @@ class DeviceService:
         return pb.ReassignTaskResponse()
 
     async def commit_reassignment(self, request: pb.CommitReassignmentRequest) -> pb.CommitReassignmentResponse:
-        self._tasks.move(request.job_id)
+        self._tasks.move(request.job_id, request.generation)
         return pb.CommitReassignmentResponse()
 
     async def watch_task(self, request: pb.WatchTaskRequest) -> AsyncIterator[pb.JobEvent]:

@@ -24,6 +24,7 @@ from hoop.strategies.catalog import min_devices, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
 from hoop.topology import MAX_DEVICES, DeviceInfo
+from hoop.wire.generated import hoop_pb2 as pb
 
 MAX_HANG_S = 86400.0
 MAX_LOG_BYTES = 256 << 20
@@ -65,6 +66,15 @@ class JobRecord:
     @property
     def id(self) -> int:
         return self.communicator.id
+
+    @property
+    def generation(self) -> int:
+        """Newest generation of the job's ranks. Messages about ranks have it, so that a late one is void."""
+        return self.communicator.generation
+
+    def release(self, final: bool) -> pb.ReassignTaskRequest:
+        """The message to a device that has no rank in the newest generation. ``final``: nobody needs its state."""
+        return pb.ReassignTaskRequest(job_id=self.id, final=final, generation=self.generation)
 
     @property
     def elastic(self) -> bool:

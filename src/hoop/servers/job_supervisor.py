@@ -179,14 +179,13 @@ class JobSupervisor:
             case jm.Assign():
                 self._coordinator.in_background(self._assign(instruction))
             case jm.Move(members):
-                move = pb.CommitReassignmentRequest(job_id=self.record.id)
+                move = pb.CommitReassignmentRequest(job_id=self.record.id, generation=self.record.generation)
                 for key in members:
                     self._coordinator.in_background(self._notify(key, lambda device: device.CommitReassignment, move))
             case jm.Invite(device_id):
                 self._coordinator.in_background(self._invite(device_id))
             case jm.Release(device_id, final):
-                release = pb.ReassignTaskRequest(job_id=self.record.id, final=final)
-                self._coordinator.in_background(self._notify(device_id, lambda device: device.ReassignTask, release))
+                self._release(device_id, final)
             case jm.Refuse(device_id, text):
                 info = self._coordinator.state.member(device_id).info
                 self.refuse(info, f"{info} on {info.host} cannot take part: {text}")
@@ -212,7 +211,11 @@ class JobSupervisor:
         record.losses.append(PeerLost(text, cause=PeerCause.DEVICE_LOST))
         record.emit(ev.DeviceLost(device_id, text), record.rank(device_id), device_id)
         self._coordinator.events.publish("job_device_hung", text, job=record.id, device=device_id)
-        release = pb.ReassignTaskRequest(job_id=record.id, final=True)
+        self._release(device_id, final=True)
+
+    def _release(self, device_id: int, final: bool) -> None:
+        """Tells a device that it has no rank in the newest generation."""
+        release = self.record.release(final)
         self._coordinator.in_background(self._notify(device_id, lambda device: device.ReassignTask, release))
 
     async def _assign(self, assign: jm.Assign) -> None:
@@ -280,6 +283,7 @@ class JobSupervisor:
             joining=True,
             run=record.run,
             future_ranks=len({*record.communicator.members, device_id}),
+            generation=record.generation,
         )
         try:
             await self._coordinator.call(device_id, lambda device: device.StartTask, request, START_S)  # (1)
@@ -295,8 +299,7 @@ class JobSupervisor:
     def refuse(self, info: DeviceInfo, reason: str) -> None:
         """A device cannot take part: emits the reason, and releases the device. The job goes on without it."""
         self.announce_refusal(info.device_id, reason)
-        release = pb.ReassignTaskRequest(job_id=self.record.id, final=True)
-        self._coordinator.in_background(self._notify(info.device_id, lambda device: device.ReassignTask, release))
+        self._release(info.device_id, final=True)
         self.handle(jm.InviteFailed(info.device_id, info.incarnation))
 
     def announce_refusal(self, device_id: int, reason: str) -> None:

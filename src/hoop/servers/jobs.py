@@ -365,7 +365,7 @@ class Jobs:
 
     async def _dismiss(self, job: JobRecord) -> None:
         """Ends the tasks of a job that did not start: they would keep their memory and wait for another rank."""
-        request = pb.ReassignTaskRequest(job_id=job.id, final=True)
+        request = job.release(final=True)
         calls = (
             self._coordinator.call(key, lambda device: device.ReassignTask, request, STOP_S)
             for key in job.communicator.members

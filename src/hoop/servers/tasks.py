@@ -303,7 +303,7 @@ class Tasks:
             raise FailedPrecondition("this device does not train; start it with: hoop device")
         known = self._tasks.get(request.job_id)
         if known is not None and known.alive and request.joining:
-            self._rejoin(known)
+            self._rejoin(known, request.generation)
             return
         if known is not None and known.finished and request.joining:
             return  # it has ended, and the coordinator has not received that yet: the result is in memory here
@@ -314,7 +314,7 @@ class Tasks:
             buffer = self._memory.buffer(request.resume)
             resume = self._memory.read(buffer.address, buffer.size)
             self._memory.free(request.resume)
-        task = Task(run=request.run, joining=request.joining)
+        task = Task(run=request.run, joining=request.joining, ranks=ranks.invited(TaskRanks(), request.generation))
         self._free_stale_buffers(request.job_id, request.joining)
         context = self._open_assignment(request.job_id, task, request.assignment, request.joining)
         context = replace(context, future_size=request.future_ranks)
@@ -354,14 +354,15 @@ class Tasks:
             if named and (not joining if own else int(named[1]) not in self._tasks):
                 self._arena.free(buffer.name)
 
-    def _rejoin(self, task: Task) -> None:
+    def _rejoin(self, task: Task, generation: int) -> None:
         """The device was declared dead, and other devices continued without it: it waits for a rank like a new one.
 
         A task that joins and still loads the job emits ``ready`` itself, when it has loaded it.
         """
         if task.joining and not task.loaded:
+            task.update_ranks(partial(ranks.invited, generation=generation))
             return
-        task.update_ranks(ranks.rejoined)
+        task.update_ranks(partial(ranks.rejoined, generation=generation))
         task.close_links()
         task.emit(ev.Loaded())
         task.emit(ev.Ready())
@@ -465,17 +466,17 @@ class Tasks:
         if not task.alive:
             raise FailedPrecondition(f"job {request.job_id} has ended on this device")
         if not request.HasField("assignment"):
-            task.update_ranks(partial(ranks.released, final=request.final))
+            task.update_ranks(partial(ranks.released, generation=request.generation, final=request.final))
         else:
             assigned = partial(ranks.assigned, generation=request.assignment.generation, planned=request.planned)
             task.update_ranks(assigned, request.assignment)
         task.abort_outdated_links()
-        if request.final and task.watch is not None and task.watch.hangs:
+        if task.ranks.dismissed and task.watch is not None and task.watch.hangs:
             threading.Thread(target=_end_if_hung, args=(task,), name="hoop-hung", daemon=True).start()
 
-    def move(self, job_id: int) -> None:
-        """All members have their planned ranks: the task moves with the other ranks."""
-        self.task(job_id).update_ranks(ranks.moving)
+    def move(self, job_id: int, generation: int) -> None:
+        """All members have their planned ranks of this generation: the task moves with the other ranks."""
+        self.task(job_id).update_ranks(partial(ranks.moving, generation=generation))
 
     def abort(self, communicator_id: int, generation: int, error: HoopError) -> None:
         """Stops a generation: all operations on the task's links, and on those of its groups, fail at once."""

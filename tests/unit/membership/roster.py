@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hoop.membership import events as m
 from hoop.membership.heartbeats import DetectorConfig
@@ -48,6 +49,11 @@ def pass_time(state: State, start: float, end: float, *beating: int, every_s: fl
         now = start + count * every_s
         state = after(state, *(m.Heartbeat(one, "a", now) for one in beating), m.Tick(now))
     return state
+
+
+def ran_until(state: State, now: float) -> State:
+    """The state of a coordinator that has run and heard devices until now."""
+    return replace(state, last_tick=now)
 
 
 def dead(device_id: int) -> m.MembershipEvent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from roster import CONFIG, NOW, after, cluster, dead, device
+from roster import CONFIG, NOW, after, cluster, dead, device, pass_time, ran_until
 
 from hoop.errors import MembershipChanged
 from hoop.membership import events as m
@@ -31,6 +31,15 @@ class Job:
     def update_cluster(self, *messages: m.MembershipEvent) -> tuple[jm.JobInstruction, ...]:
         self.state = after(self.state, *messages)
         return self.handle(jm.JobTick())
+
+    def pass_time(self, seconds: float, *beating: int) -> tuple[jm.JobInstruction, ...]:
+        """Time passes for a punctual coordinator, which hears these devices."""
+        instructions: tuple[jm.JobInstruction, ...] = ()
+        for _ in range(round(seconds / 0.5)):
+            self.state = pass_time(self.state, self.now, self.now + 0.5, *beating)
+            self.now += 0.5
+            instructions += self.handle(jm.JobTick())
+        return instructions
 
     def carry_out(self, assign: jm.JobInstruction) -> tuple[jm.JobInstruction, ...]:
         """Assign the ranks and deliver them."""
@@ -177,8 +186,10 @@ def test_the_job_waits_beyond_the_grace_for_a_device_that_loads_missing_state() 
     job.state = after(job.state, m.Joined(replace(device(2, "b"), keeps_memory=True), NOW + 59.0))
     assert jm.Invite(2) in job.handle(jm.DeviceArrived(2))
     job.now = NOW + 61.0
+    job.state = ran_until(job.state, job.now)
     assert job.handle(jm.JobTick()) == (jm.AwaitLoading((2,), 61.0),)
     job.now = NOW + 1000.0
+    job.state = ran_until(job.state, job.now)
     assert job.handle(jm.JobTick()) == (jm.AwaitLoading((2,), 1000.0),), "as long as it sends heartbeats"
     job.handle(jm.TaskLost(2, "b"))
     job.state = after(job.state, m.Probed(2, "b", "connection refused"))
@@ -193,10 +204,27 @@ def test_a_job_without_devices_waits_for_those_with_persistent_arenas() -> None:
     job.handle(jm.TaskLost(1, "a"))
     job.handle(jm.TaskLost(2, "a"))
     assert job.handle(jm.AssignFailed()) == (jm.Await((1, 2), 60.0),)
-    job.now += 59.0
-    assert job.handle(jm.JobTick()) == ()
-    job.now += 1.0
-    assert job.handle(jm.JobTick()) == (jm.End(),)
+    assert job.pass_time(59.0) == ()
+    job.now += 90.0
+    assert job.handle(jm.JobTick()) == (), "the coordinator did not run meanwhile, and could hear no device"
+    job.state = after(job.state, m.Tick(job.now))
+    assert job.handle(jm.JobTick()) == (), "what came meanwhile is heard first"
+    assert job.pass_time(1.0) == (jm.End(),)
+
+
+def test_the_restart_grace_stands_still_while_the_coordinator_hears_no_device() -> None:
+    """Device 2 dies, which may have state that is lacking; then the coordinator is cut off from device 3, too."""
+    job = on_arenas(1, 2, 3)
+    job.state = after(job.state, m.Left(1, "a"))
+    job.carry_out(job.update_cluster(dead(2))[0])
+    job.handle(jm.TaskLost(2, "a"))
+    awaits = job.handle(jm.TaskWaiting(3, "a", job.generation, "second was lost", "PeerLost"))
+    assert awaits == (jm.Await((2,), 60.0),)
+    job.pass_time(30.0, 3)
+    job.pass_time(CONFIG.isolation_s - 1.0)
+    job.pass_time(29.0, 3)
+    assert not job.view.over
+    assert any(isinstance(one, jm.End) for one in job.pass_time(2.0, 3)), "60 s in which it heard a device"
 
 
 def test_a_failed_task_ends_the_job_at_once() -> None:
@@ -403,15 +431,41 @@ def test_a_planned_assignment_keeps_the_links_until_all_ranks_move() -> None:
     state = tm.assigned(tm.took(tm.TaskRanks(), 1), 2, planned=True)
     assert not tm.outdated(state)
     assert not state.move
-    assert tm.moving(state).move
-    assert not tm.moving(tm.took(state, 2)).move, "the move is over"
+    assert tm.moving(state, 2).move
+    assert not tm.moving(tm.took(state, 2), 2).move, "the move is over"
+
+
+def test_a_late_move_of_an_older_generation_is_void() -> None:
+    """Not all ranks may have the newer planned assignment yet."""
+    state = tm.assigned(tm.assigned(tm.took(tm.TaskRanks(), 1), 2, planned=True), 3, planned=True)
+    assert not tm.moving(state, 2).move
+    assert tm.moving(state, 3).move
 
 
 def test_a_released_task_stays_until_the_final_release_and_may_get_a_rank_again() -> None:
-    state = tm.released(tm.took(tm.TaskRanks(), 1), final=False)
+    state = tm.released(tm.took(tm.TaskRanks(), 1), 2, final=False)
     assert tm.next_step(state) == tm.NextStep.HAND_OVER
-    assert tm.next_step(tm.assigned(state, 2, planned=False)) == tm.NextStep.TAKE
-    assert tm.next_step(tm.released(state, final=True)) == tm.NextStep.LEAVE
+    assert tm.next_step(tm.assigned(state, 3, planned=False)) == tm.NextStep.TAKE
+    assert tm.next_step(tm.released(state, 2, final=True)) == tm.NextStep.LEAVE
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_late_release_takes_no_rank_of_a_newer_generation(final: bool) -> None:
+    state = tm.assigned(tm.took(tm.TaskRanks(), 1), 4, planned=False)
+    assert tm.released(state, 3, final) == state
+    assert tm.next_step(tm.released(state, 4, final=True)) == tm.NextStep.LEAVE, "the job is over"
+
+
+def test_a_late_release_does_not_end_a_task_that_was_invited_again() -> None:
+    state = tm.rejoined(tm.released(tm.took(tm.TaskRanks(), 1), 2, final=False), 3)
+    assert tm.released(state, 2, final=True) == state
+    assert tm.next_step(tm.assigned(state, 4, planned=False)) == tm.NextStep.TAKE
+
+
+def test_a_late_assignment_gives_no_rank_to_a_task_that_was_released_since() -> None:
+    state = tm.released(tm.took(tm.TaskRanks(), 1), 3, final=False)
+    with pytest.raises(MembershipChanged, match="generation 2 is over: this device is at 3"):
+        tm.assigned(state, 2, planned=False)
 
 
 def test_a_generation_stopped_during_link_setup_is_outdated_from_the_start() -> None:
@@ -421,13 +475,13 @@ def test_a_generation_stopped_during_link_setup_is_outdated_from_the_start() -> 
 
 
 def test_a_task_that_was_left_out_reports_it_once() -> None:
-    state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3)), 5, planned=True)
+    state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3), 4), 5, planned=True)
     assert (state.left_out, state.generation) == (True, 5)
     assert not tm.took(state, 5).left_out
 
 
 def test_a_task_that_was_left_out_reports_it_in_the_generation_after_one_whose_links_it_cannot_open() -> None:
-    state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3)), 5, planned=False)
+    state = tm.assigned(tm.rejoined(tm.took(tm.TaskRanks(), 3), 4), 5, planned=False)
     state = tm.gave_up(state, 5)
     assert (state.left_out, tm.next_step(state)) == (True, tm.NextStep.WAIT)
     assert tm.assigned(state, 6, planned=False).left_out
@@ -435,7 +489,7 @@ def test_a_task_that_was_left_out_reports_it_in_the_generation_after_one_whose_l
 
 def test_a_task_that_is_left_out_while_it_takes_an_older_assignment_reports_it() -> None:
     state = tm.assigned(tm.took(tm.TaskRanks(), 3), 5, planned=False)
-    state = tm.took(tm.rejoined(state), 5)
+    state = tm.took(tm.rejoined(state, 5), 5)
     assert state.left_out
     assert tm.assigned(state, 6, planned=False).left_out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roster import NOW, after, cluster, dead, device
+from roster import NOW, after, cluster, dead, device, ran_until
 
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
@@ -116,6 +116,7 @@ def test_without_others_the_job_ends_after_the_grace_and_says_why() -> None:
     job = Job(1, 2, first=2, user_min_devices=2)
     job.lose(2)
     job.now += 60.0
+    job.state = ran_until(job.state, job.now)
     *released, end = job.handle(jm.JobTick())
     assert released == [jm.Release(1, True)]
     assert isinstance(end, jm.End)

@@ -354,7 +354,7 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartTaskRequest(_message.Message):
-    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run", "future_ranks", "call_id")
+    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run", "future_ranks", "call_id", "generation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +363,7 @@ class StartTaskRequest(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     FUTURE_RANKS_FIELD_NUMBER: _ClassVar[int]
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     assignment: RankAssignment
     settings: str
@@ -371,33 +372,38 @@ class StartTaskRequest(_message.Message):
     run: str
     future_ranks: int
     call_id: str
-    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ..., future_ranks: _Optional[int] = ..., call_id: _Optional[str] = ...) -> None: ...
+    generation: int
+    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ..., future_ranks: _Optional[int] = ..., call_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class StartTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ReassignTaskRequest(_message.Message):
-    __slots__ = ("job_id", "assignment", "planned", "final")
+    __slots__ = ("job_id", "assignment", "planned", "final", "generation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     assignment: RankAssignment
     planned: bool
     final: bool
-    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., planned: bool = ..., final: bool = ...) -> None: ...
+    generation: int
+    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., planned: bool = ..., final: bool = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ReassignTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CommitReassignmentRequest(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "generation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job_id: int
-    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, job_id: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class CommitReassignmentResponse(_message.Message):
     __slots__ = ()
