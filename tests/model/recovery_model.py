@@ -43,7 +43,7 @@ from hoop.plan.plan import split_evenly
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.channels import LOCAL_LEASE_S
 
-CONFIG = DetectorConfig(heartbeat_s=0.5, lease_s=1.5, isolation_s=60.0)
+CONFIG = DetectorConfig(heartbeat_s=0.2, lease_s=1.5, isolation_s=60.0)
 ONE_HOST = replace(CONFIG, lease_s=LOCAL_LEASE_S)
 JOB = 1
 STEPS = 6
@@ -52,6 +52,11 @@ PIECES = 5
 PARTITIONED = {f"p{n}": 1 for n in range(PIECES)}
 UNPARTITIONED = {WHOLE.name: 1}
 CALL_S = 5.0
+PROBE_S = 0.5
+STARVED_S = 0.3, 2.5
+"""Seconds for which a process that is starved is frozen at a time."""
+JITTER_S = 0.1, 0.7
+"""Seconds for which a process that is slow is frozen at a time: less than the lease of several hosts."""
 HANG_S = 4.0
 GRACE_S = 60.0
 BOUND_S = 300.0
@@ -68,8 +73,8 @@ class Fault:
 
     at: float
     kind: str
-    """kill, pause, hang, starve, hold, cut, deaf, mute, link, slow, leave, join, coordinator_kill, coordinator_pause,
-    coordinator_starve, coordinator_cut"""
+    """kill, pause, hang, starve, jitter, hold, cut, deaf, mute, link, slow, leave, join, coordinator_kill,
+    coordinator_pause, coordinator_starve, coordinator_jitter, coordinator_cut"""
     device: int = 0
     peer: int = 0
     seconds: float = 1.0
@@ -102,12 +107,24 @@ class Setup:
         """Whether a fault keeps the coordinator from a device for a lease or longer: it may be declared dead."""
         if self.one_host:
             return False  # no fault lasts for a lease
-        own = {"pause", "starve", "cut", "link", "mute", "deaf"}
-        if any(
-            fault.kind == "coordinator_cut" or (fault.kind in own and number == fault.device) for fault in self.faults
-        ):
+        if self.max_delay_s >= 1.0:
+            return True  # two heartbeats may be a lease apart
+        kinds = {fault.kind for fault in self.faults if fault.device == number}
+        if kinds & {"pause", "starve", "cut", "link"}:
             return True
-        return self.max_delay_s >= 1.0  # two heartbeats may be a lease apart
+        joins = any(fault.kind == "kill" or (fault.kind == "hold" and fault.at < 1.0) for fault in self.faults)
+        if "hold" in kinds and joins:
+            return True  # an answer proves nothing before its first heartbeat: another process may have its address
+        if any(fault.kind == "coordinator_cut" for fault in self.faults):
+            return True
+        if kinds & {"mute", "deaf"}:  # others reach it, and say so in time if there is no other fault
+            cut_s = max(fault.seconds for fault in self.faults if fault.kind in ("mute", "deaf"))
+            return (
+                cut_s > 4.4
+                or self.max_delay_s > 0.1
+                or sum(fault.kind not in ("leave", "slow") for fault in self.faults) > 1
+            )
+        return False
 
     @property
     def whole(self) -> dict[str, int]:
@@ -152,6 +169,8 @@ class Device:
         self.alive, self.paused, self.member = True, False, False
         self.starved = False
         """Paused because it waits for a core: its host's kernel says that it runs."""
+        self.held = False
+        """Paused because code holds its interpreter's lock: its host's kernel says that it runs, and gRPC answers."""
         self.deferred: list[Callable[[], None]] = []
         """Actions deferred while the process is paused."""
         self.arena = arena or {}
@@ -188,27 +207,36 @@ class Device:
         elif self.alive:
             action()
 
-    def starve(self, until: float) -> None:
+    def starve(self, until: float, freeze_s: tuple[float, float] = STARVED_S) -> None:
         """It gets its core in bursts, up to a time."""
         if self.run.now < until:
-            random = self.run.random
+            random, longest = self.run.random, freeze_s[1]
             self.paused = self.starved = True
-            self.run.schedule(random.uniform(0.3, 2.5), self.resume)
-            self.run.schedule(random.uniform(2.5, 3.5), partial(self.starve, until))
+            self.run.schedule(random.uniform(*freeze_s), self.resume)
+            self.run.schedule(random.uniform(longest, longest + 1.0), partial(self.starve, until, freeze_s))
 
     def resume(self) -> None:
-        self.paused = self.starved = False
+        self.paused = self.starved = self.held = False
         deferred, self.deferred = self.deferred, []
         for action in deferred:
             self.run_after(0.0, action)
+
+    def answers(self, incarnation: str) -> bool:
+        """Whether this process is there and answers a connection."""
+        return self.alive and self.incarnation == incarnation and (self.held or not self.paused)
 
     def kill(self) -> None:
         self.alive = False
         self.run.fail_operations_waiting_for(self)
 
+    @property
+    def left(self) -> bool:
+        """Whether its task has left the job."""
+        return bool(self.log) and self.log[-1][0] == "left"
+
     def recoverable_state(self) -> dict[int, set[SliceSpec]]:
         """Returns the state that can be recovered from it: of its memory while it lives, of its arena afterwards."""
-        if self.log and self.log[-1][0] == "left":
+        if self.left:
             return {}  # it was released: other devices hold its state
         if self.alive and self.task is not None and not self.ended:
             return self.live
@@ -562,6 +590,8 @@ class Run:
         self.state = State(setup.config, last_tick=self.now)
         self.job: jm.JobView | None = None
         self.devices: dict[int, Device] = {}
+        self._probed_until: dict[int, float] = {}
+        """Time until which a probe of each device is under way."""
         self._processed: dict[str, int] = {}
         self._events: list[jm.JobMembershipEvent] = []
         self._busy = False
@@ -725,7 +755,7 @@ class Run:
             self._deferred_calls.append(action) if self.paused else action()
 
     def _tick(self, process: int) -> None:
-        self.on_coordinator(0.25, partial(self._tick, process))
+        self.on_coordinator(CONFIG.heartbeat_s, partial(self._tick, process))
         self._apply(m.Tick(self.now))
 
     def _apply(self, message: m.MembershipEvent) -> None:
@@ -738,8 +768,8 @@ class Run:
             match instruction:
                 case m.Record():
                     self.journal.append(instruction.entry)
-                case m.Probe(device_id):
-                    self._probe(device_id)
+                case m.Probe(device_id, witnesses):
+                    self._probe(device_id, witnesses)
                 case m.Announce("device_dead"):
                     self._check_death(int(str(instruction.fields["device"])))
                 case m.Stop():
@@ -760,14 +790,47 @@ class Run:
         if self.state.members[number].usable:
             self.send(0, number, partial(device.run_now, partial(device.abort, generation)))
 
-    def _probe(self, number: int) -> None:
+    def _probe(self, number: int, witnesses: tuple[int, ...]) -> None:
         device, incarnation = self.devices[number], self.state.members[number].info.incarnation
         gone = not device.alive or device.incarnation != incarnation
         if gone and self._reaches(0, number):
             self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, incarnation, "refused")))
-        elif self.setup.one_host and (device.starved or not device.paused):
-            seen = self.now
-            self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, incarnation, "", seen)))
+        elif self.setup.one_host:
+            if device.starved or device.held or not device.paused:
+                seen = self.now
+                self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, incarnation, "", seen)))
+        elif self.now >= self._probed_until.get(number, 0.0):
+            self._probed_until[number] = self.now + PROBE_S
+            self._connect(0, number, incarnation)
+            for witness in witnesses:
+                self._ask(witness, number, incarnation)
+
+    def _connect(self, source: int, number: int, incarnation: str, then: Callable[[], None] | None = None) -> None:
+        """Opens a connection from a process to the server of a device; ``then``: if it answers in time."""
+        begun, there, back = self.now, *(self.random.uniform(0, self.setup.max_delay_s) for _ in range(2))
+
+        def seen() -> None:
+            self.on_coordinator_now(lambda: self._apply(m.Probed(number, incarnation, "", begun, True)))
+
+        def arrived() -> None:
+            if self.devices[number].answers(incarnation) and self._reaches(source, number):
+                self.schedule(back, then or seen)
+
+        if there + back <= PROBE_S and self._reaches(source, number):
+            self.schedule(there, arrived)
+
+    def _ask(self, witness: int, number: int, incarnation: str) -> None:
+        """Asks another device to connect to a device's server."""
+        begun, device = self.now, self.devices[witness]
+
+        def reached() -> None:
+            probed = m.Probed(number, incarnation, "", begun, True, witness)
+            self.send(witness, 0, partial(self.on_coordinator_now, partial(self._apply, probed)))
+
+        def asked() -> None:
+            self._connect(witness, number, incarnation, lambda: device.run_now(reached))
+
+        self.send(0, witness, partial(device.run_now, asked))
 
     def _check_death(self, number: int) -> None:
         device, member = self.devices[number], self.state.members[number]
@@ -1021,7 +1084,8 @@ class Run:
             if {piece.name for piece in pieces} >= set(self.setup.whole):
                 raise Violation(f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}")
         first = [self.devices[number] for number in range(1, self.setup.devices + 1)]
-        if all(device.alive and device.fresh_start and device.done == 0 for device in first):
+        # One that has left, because it was released or expelled, is gone like one that has died.
+        if all(device.alive and not device.left and device.fresh_start and device.done == 0 for device in first):
             raise Violation(f"a job that had only begun was declared lost ({text}): {self._describe()}")
 
     # ---- faults
@@ -1036,10 +1100,12 @@ class Run:
                 self.schedule(max(fault.seconds, 0.1), device.resume)
             case "hold":  # of the interpreter's lock, beyond a lease
                 device = self.devices[fault.device]
-                device.paused = device.starved = True
+                device.paused = device.held = True
                 self.schedule(4 * fault.seconds, device.resume)
             case "starve":
                 self.devices[fault.device].starve(self.now + fault.seconds)
+            case "jitter":
+                self.devices[fault.device].starve(self.now + fault.seconds, JITTER_S)
             case "hang":
                 device = self.devices[fault.device]
                 device.hangs = True
@@ -1073,6 +1139,8 @@ class Run:
                     self.schedule(max(fault.seconds, 0.1), self._unpause)
             case "coordinator_starve":
                 self._starve(self.now + fault.seconds)
+            case "coordinator_jitter":
+                self._starve(self.now + fault.seconds, JITTER_S)
             case "coordinator_cut":
                 directions = [direction for key in self.devices for direction in ((0, key), (key, 0))]
                 self.cut(directions, max(fault.seconds, 0.1))
@@ -1098,12 +1166,12 @@ class Run:
         self.devices[device.number] = device
         device.heartbeat()
 
-    def _starve(self, until: float) -> None:
+    def _starve(self, until: float, freeze_s: tuple[float, float] = STARVED_S) -> None:
         """The coordinator gets its core in bursts, up to a time."""
         if self.coordinator_process and self.now < until:
-            self.paused = True
-            self.schedule(self.random.uniform(0.3, 2.5), self._unpause)
-            self.schedule(self.random.uniform(2.5, 3.5), lambda: self._starve(until))
+            self.paused, longest = True, freeze_s[1]
+            self.schedule(self.random.uniform(*freeze_s), self._unpause)
+            self.schedule(self.random.uniform(longest, longest + 1.0), lambda: self._starve(until, freeze_s))
 
     def _unpause(self) -> None:
         self.paused = False
@@ -1156,6 +1224,7 @@ KINDS = (
     "kill",
     "pause",
     "starve",
+    "hold",
     "cut",
     "link",
     "mute",
@@ -1167,16 +1236,14 @@ KINDS = (
     "coordinator_starve",
     "coordinator_cut",
 )
-ONE_HOST_KINDS = (
-    *(kind for kind in KINDS if kind not in ("cut", "link", "mute", "deaf", "coordinator_cut")),
-    "hold",
-)
+ONE_HOST_KINDS = tuple(kind for kind in KINDS if kind not in ("cut", "link", "mute", "deaf", "coordinator_cut"))
 
 
 def generate_setup(rng: random.Random) -> Setup:
     """Draws a setup with up to three faults, or groups of them, all of which end within a grace period.
 
-    A quarter of the setups have two replicas of each part, and the loss of two devices at once among their faults.
+    A quarter of the setups have two replicas of each part, and the loss of two devices at once among their faults. In a
+    fifth every process is slow: all devices and the coordinator are frozen again and again, each by itself.
     """
     devices, partitioned, one_host = rng.randint(2, 5), rng.random() < 0.5, rng.random() < 0.3
     kinds = ONE_HOST_KINDS if one_host else KINDS
@@ -1204,6 +1271,10 @@ def generate_setup(rng: random.Random) -> Setup:
         faults.append(Fault(rng.uniform(0, 3.5), "coordinator_cut", 0, 0, rng.choice([62.0, 75.0, 110.0])))
     if rng.random() < 0.15:
         faults.append(Fault(rng.uniform(0, 2.5), "hang", rng.randint(1, devices), 0, rng.choice([1.0, 8.0, 40.0])))
+    if rng.random() < 0.2:  # every process is slow, each by itself
+        kind, seconds = "starve" if one_host else "jitter", rng.choice([2.0, 8.0])
+        faults += [Fault(rng.uniform(0, 1.0), kind, other, 0, seconds) for other in range(1, devices + 1)]
+        faults.append(Fault(rng.uniform(0, 1.0), f"coordinator_{kind}", 0, 0, seconds))
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
     return Setup(devices, partitioned, arenas, ordered, max_delay_s, replicas, pipelines, loading_s, one_host)
 

@@ -27,9 +27,15 @@ time."""
 at_some_times = pytest.mark.parametrize(
     "times", [SOME_TIMES, pytest.param(TIMES, marks=pytest.mark.slow)], ids=["some times", "all times"]
 )
-DEVICE_FAULTS = ["kill", "pause", "starve", "cut", "link", "mute", "deaf", "leave", "join"]
+DEVICE_FAULTS = ["kill", "pause", "starve", "jitter", "hold", "cut", "link", "mute", "deaf", "leave", "join"]
 SILENCES = ["pause", "mute", "slow"]
-COORDINATOR_FAULTS = ["coordinator_kill", "coordinator_pause", "coordinator_starve", "coordinator_cut"]
+COORDINATOR_FAULTS = [
+    "coordinator_kill",
+    "coordinator_pause",
+    "coordinator_starve",
+    "coordinator_jitter",
+    "coordinator_cut",
+]
 
 
 @pytest.mark.parametrize("partitioned", [False, True], ids=["data", "partitioned"])
@@ -39,7 +45,7 @@ def test_every_fault_at_every_time(partitioned: bool, arenas: bool) -> None:
     for seed, (kind, at, seconds, max_delay_s) in enumerate(
         itertools.product([*DEVICE_FAULTS, *COORDINATOR_FAULTS], TIMES, [0.2, 3.0], [0.01, 0.5])
     ):
-        for device in (1, 2) if kind in DEVICE_FAULTS[:7] else (1,):
+        for device in (1, 2) if kind in DEVICE_FAULTS[:9] else (1,):
             setup = Setup(2, partitioned, arenas, (Fault(at, kind, device, 3 - device, seconds),), max_delay_s)
             assert not find_violation(setup, seed), (setup, seed)
 

@@ -62,6 +62,8 @@ class Probed:
     does not answer."""
     by_answer: bool = False
     """Whether it was seen by an answer at its address, which may be another process's, and not by its kernel."""
+    witness: int = 0
+    """Id of the other device that got the answer; 0: the coordinator itself did."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,8 @@ class Probe:
     """Find out whether the process of this device lives and runs."""
 
     device_id: int
+    witnesses: tuple[int, ...] = ()
+    """Other devices to ask whether its server answers them, if the coordinator itself sees no sign of it."""
 
 
 @dataclass(frozen=True)

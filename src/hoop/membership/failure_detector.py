@@ -11,8 +11,9 @@ A device that is dead or has left breaks its communicators: their operations sto
 
 Silence is no evidence by itself: a process may wait for a core, or hold Python's interpreter lock. A device that is
 silent for a quarter of its lease is probed: is its process there, does it run (``Probed``)? As long as it does, its
-silence does not count. Nor does time in which the coordinator itself did not run, and a coordinator that is late gives
-every device more time.
+silence does not count. If the coordinator learns nothing, it asks up to three other devices, the witnesses: a device
+that one of them reaches has four leases, because only its link to the coordinator is at fault. Nor does time count in
+which the coordinator itself did not run, and a coordinator that is late gives every device more time.
 
 A coordinator that receives no heartbeat from any device is itself the likely fault (its network is cut, its machine was
 suspended). Neither silence nor failed calls count then, until one device sends a heartbeat again or ``isolation_s`` has
@@ -21,11 +22,17 @@ passed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from hoop.errors import MembershipChanged
 from hoop.membership import events as m
 from hoop.membership.fast_replace import replace
+from hoop.membership.heartbeats import PROBE_AFTER
 from hoop.membership.journal import communicator_record, lost_record
 from hoop.membership.state import Health, Member, OperationOutcome, State
+
+WITNESSES = 3
+"""Maximum number of other devices that are asked whether they reach a silent one."""
 
 _ALIVE, _SUSPECT = Health.ALIVE, Health.SUSPECT  # a class is slower to ask
 
@@ -73,9 +80,24 @@ def suspect(state: State, device_id: int, incarnation: str, reason: str) -> m.Re
     if member is None or member.info.incarnation != incarnation or not member.usable:
         return state, ()
     if member.health == Health.SUSPECT:
-        return state, (m.Probe(device_id),)
+        return state, (_probe(state, device_id, _heard(state, state.last_tick)),)
     member = replace(member, health=Health.SUSPECT, reason=reason)
-    return state.with_member(member), (m.device_event("device_suspect", member, reason), m.Probe(device_id))
+    probe = _probe(state, device_id, _heard(state, state.last_tick))
+    return state.with_member(member), (m.device_event("device_suspect", member, reason), probe)
+
+
+def _heard(state: State, now: float) -> list[int]:
+    """The devices that the coordinator hears, by id: they can be asked about others."""
+    silence = PROBE_AFTER * state.config.lease_s
+    alive = (key for key, one in state.members.items() if one.health is _ALIVE)
+    return sorted(key for key in alive if now - state.members[key].heartbeats.last_heartbeat <= silence)
+
+
+def _probe(state: State, device_id: int, heard: list[int]) -> m.Probe:
+    """Its witnesses are the devices that follow it in the order of ids: no device is asked about all others."""
+    first = bisect_right(heard, device_id)
+    following = (*heard[first : first + WITNESSES], *heard[: min(first, WITNESSES)])
+    return m.Probe(device_id, tuple(key for key in following if key != device_id)[:WITNESSES])
 
 
 def on_probed(state: State, event: m.Probed) -> m.Result:
@@ -86,8 +108,9 @@ def on_probed(state: State, event: m.Probed) -> m.Result:
     if event.failure:
         return _declare_dead(state, replace(member, ended=True), event.failure)
     if event.runs_at and not (event.by_answer and member.heartbeats.first_heartbeat_until):
-        member = replace(member, heartbeats=member.heartbeats.with_sighting(event.runs_at))
-        return state.with_member(member), ()
+        history = member.heartbeats
+        seen = history.with_witness(event.runs_at) if event.witness else history.with_sighting(event.runs_at)
+        return state.with_member(replace(member, heartbeats=seen)), ()
     return state, ()  # no evidence: its next heartbeat, or the end of its lease, decides
 
 
@@ -109,16 +132,24 @@ def check_leases(state: State, now: float) -> m.Result:
     state = replace(state, last_tick=now)
     instructions: tuple[m.MembershipInstruction, ...] = ()
     believed = not 0 < _isolated_s(state, now) <= config.isolation_s
+    heard: list[int] | None = None
     for member in state.members.values():  # of this moment: a state does not change
         if not member.usable:
             continue
-        verdict = member.heartbeats.silence_verdict(now, config, state.observer) if believed else ""
+        history = member.heartbeats
+        verdict = history.silence_verdict(now, config, state.observer) if believed else ""
         if verdict:
             state, more = _declare_dead(state, member, verdict)
             instructions += more
+            continue
+        if believed and member.health is _ALIVE and (sign := history.other_sign(now, config, state.observer)):
+            member = replace(member, health=_SUSPECT, reason=sign)
+            state = state.with_member(member)
+            instructions += (m.device_event("device_suspect", member, sign),)
         # A dying process may still have accepted the first probe.
-        elif member.health is _SUSPECT or member.heartbeats.needs_probe(now, config):
-            instructions += (m.Probe(member.info.device_id),)
+        if member.health is _SUSPECT or history.needs_probe(now, config):
+            heard = _heard(state, now) if heard is None else heard
+            instructions += (_probe(state, member.info.device_id, heard),)
     return state, instructions
 
 

@@ -1,6 +1,7 @@
 """A device's signs of life and failed calls, the observer's own health, and the verdicts that follow from them.
 
     sign of life    a heartbeat; a connection that the device's server answers; the word of its host's kernel: it runs
+    witness         another device, whose connection the silent one's server answers: a sign that counts for four leases
     silence         time without any sign, in which the coordinator itself was running
     lease           silence that makes a device dead: as configured, and longer where the coordinator itself is late
                     (``ObserverHealth``) or where this device's heartbeats have come unevenly (``spread_s``)
@@ -24,6 +25,8 @@ LONGEST_LEASE_S = 20.0
 PROBE_AFTER = 1 / 4
 """Silence after which a device is probed, as a fraction of a lease."""
 MAX_LATE_SECONDS = 7
+WITNESSED_LEASES = 4.0
+"""A device that other devices reach, and the coordinator does not, is dead after this many leases."""
 _SPREAD = 8.0
 """A gap between heartbeats is usual up to this many standard deviations above the mean gap."""
 _WEIGHT = 1 / 32
@@ -91,6 +94,8 @@ class HeartbeatHistory:
     last_heartbeat: float
     last_seen: float = 0.0
     """Last time at which the device's process was seen to run, other than by a heartbeat; 0: never."""
+    last_witnessed: float = 0.0
+    """Last time at which another device reached its server; 0: never."""
     mean_s: float = 0.0
     """Mean of the gaps between heartbeats, the newest ones first in weight; 0: no gap was measured."""
     variance: float = 0.0
@@ -127,6 +132,10 @@ class HeartbeatHistory:
         """The history after the process was seen to run."""
         return replace(self, last_seen=max(now, self.last_seen))
 
+    def with_witness(self, now: float) -> HeartbeatHistory:
+        """The history after another device has reached its server."""
+        return replace(self, last_witnessed=max(now, self.last_witnessed))
+
     def with_call(self, ok: bool, now: float) -> HeartbeatHistory:
         if ok:
             return replace(self, failed_calls=0, failing_since=0.0) if self.failed_calls else self
@@ -138,6 +147,7 @@ class HeartbeatHistory:
             self,
             last_heartbeat=min(now, self.last_heartbeat + seconds),
             last_seen=self.last_seen and min(now, self.last_seen + seconds),
+            last_witnessed=self.last_witnessed and min(now, self.last_witnessed + seconds),
             failing_since=self.failing_since and min(now, self.failing_since + seconds),
             first_heartbeat_until=self.first_heartbeat_until and self.first_heartbeat_until + seconds,
         )
@@ -169,9 +179,22 @@ class HeartbeatHistory:
             return f"its process runs, but has sent no heartbeat for {silent:.1f} s (limit {config.hung_s:g} s)"
         if silent <= lease or now - self.last_seen <= lease:
             return ""
+        unseen = min(silent, now - self.last_seen)
+        if now - self.last_witnessed <= lease:
+            if unseen <= WITNESSED_LEASES * lease:
+                return ""
+            return f"other devices reach it, and the coordinator has not for {unseen:.1f} s (lease {lease:g} s)"
         if self.first_heartbeat_until:
             return f"no heartbeat within {silent:.1f} s after it joined"
         return f"no heartbeat for {silent:.1f} s (lease {lease:g} s)"
+
+    def other_sign(self, now: float, config: DetectorConfig, observer: ObserverHealth = PUNCTUAL) -> str:
+        """By which sign a device lives that has sent no heartbeat for its lease; empty if heartbeats come."""
+        silent, lease = self.silent_s(now), self.lease_s(config, observer)
+        if now <= self.first_heartbeat_until or silent <= lease:
+            return ""
+        sign = "its process runs" if now - self.last_seen <= lease else "other devices reach it"
+        return f"no heartbeat for {silent:.1f} s (lease {lease:g} s), and {sign}"
 
     def call_verdict(self, now: float, config: DetectorConfig) -> str:
         """Why the device is dead by its failed calls; empty if it is not."""

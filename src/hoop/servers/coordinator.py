@@ -28,13 +28,13 @@ from hoop.membership.journal import FileJournal, Journal
 from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
 from hoop.servers.access_order import AccessOrder
-from hoop.servers.device_processes import DeviceProcesses
+from hoop.servers.device_processes import PROBE_S, DeviceProcesses
 from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
 from hoop.servers.grpc_server import CallerCheck, Server, check_exposure, serve
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.metrics_options import check_metrics
 from hoop.texts import MAX_TEXT_BYTES
-from hoop.topology import Address
+from hoop.topology import Address, DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
@@ -57,6 +57,8 @@ JOURNAL_RETRY_S = 2.0
 RETRY_PAUSE_S = 0.1
 PROBE_PAUSE = 1 / 8
 """Pause after a probe that was answered, as a fraction of a lease."""
+WITNESS_S = 2 * PROBE_S
+"""Seconds that a witness may take to try the server of a silent device, and to answer."""
 JOURNAL_ERRORS = (DeadlineExceeded, ResourceExhausted)
 """The journal does not answer, or its disk is full."""
 COUNT_UNITS = ("dialect", "bytes", "elements", "auto")
@@ -123,6 +125,8 @@ class Coordinator:
         self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
         self._processes = DeviceProcesses(self._on_process_seen, config.credentials.certificates is not None)
         self._probing: set[int] = set()
+        self._asking: set[str] = set()
+        """Incarnations of the devices about which witnesses are being asked."""
         self._answered_at: dict[str, float] = {}
         """Time of the last probe that a device has answered, by incarnation."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -146,8 +150,8 @@ class Coordinator:
                 case m.Announce(kind, text, fields):
                     self.events.publish(kind, text, **fields)
                     watched_changed |= kind in ("device_joined", "device_dead", "device_left")
-                case m.Probe(device_id):
-                    self.in_background(self._probe(device_id))
+                case m.Probe(device_id, witnesses):
+                    self.in_background(self._probe(device_id, witnesses))
                 case m.Stop():
                     if stop := self.stop_events.get((instruction.communicator_id, instruction.generation)):
                         stop.set()
@@ -176,8 +180,8 @@ class Coordinator:
                     raise
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _probe(self, device_id: int) -> None:
-        """Looks after the process of a device that is silent or suspect."""
+    async def _probe(self, device_id: int, witnesses: Sequence[int]) -> None:
+        """Looks after the process of a device that is silent or suspect, and asks others if it learns nothing."""
         info, pause = self.state.members[device_id].info, self.config.detector.lease_s * PROBE_PAUSE
         if device_id in self._probing or time.monotonic() - self._answered_at.get(info.incarnation, -pause) < pause:
             return
@@ -189,6 +193,23 @@ class Coordinator:
         if probed.runs_at:
             self._answered_at[info.incarnation] = probed.runs_at
         self._on_process_seen(probed)
+        if not (probed.runs_at or probed.failure or info.incarnation in self._asking or self._processes.sees(info)):
+            self._asking.add(info.incarnation)
+            try:
+                await asyncio.gather(*(self._ask(witness, info) for witness in witnesses))
+            finally:
+                self._asking.discard(info.incarnation)
+
+    async def _ask(self, witness: int, info: DeviceInfo) -> None:
+        """Asks another device whether the server of a silent one answers it."""
+        begun, request = time.monotonic(), pb.CheckLinksRequest(addresses=[str(info.address)])
+        try:
+            # Not by ``call``: a witness that is too slow is no evidence against the witness.
+            answer = await self.device(witness).CheckLinks(request, timeout=WITNESS_S)
+        except (grpc.RpcError, HoopError):
+            return
+        if list(answer.answers) == [True]:
+            self._on_process_seen(m.Probed(info.device_id, info.incarnation, "", begun, True, witness))
 
     def _on_process_seen(self, probed: m.Probed) -> None:
         with contextlib.suppress(*JOURNAL_ERRORS):  # the next tick probes again

@@ -39,6 +39,7 @@ from hoop.memory.storage import default_directory
 from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
 from hoop.servers.advertised_address import check_reachable, host_towards, routes_to
+from hoop.servers.device_processes import ServerProbe
 from hoop.servers.grpc_server import CallerCheck, ClientReports, Server, check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_dialect import Dialect
@@ -159,7 +160,13 @@ class DeviceServer:
         self._transport.on_damage = self._tasks.on_damage
         self._ports = PortCheck(config.credentials.link_key)
         self._service = device_service.DeviceService(
-            self._memory, self._runner, self._streams, self._tasks, self._ports, config.jobs
+            self._memory,
+            self._runner,
+            self._streams,
+            self._tasks,
+            self._ports,
+            ServerProbe(config.credentials.certificates is not None),
+            config.jobs,
         )
         self._heartbeat_client = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls, self._tasks.activities

@@ -2,7 +2,8 @@
 
     device on the coordinator's host    the kernel says when its process ends (a pidfd), and whether it runs
     device on another host              its server is asked: a connection that it refuses proves that it has ended, and
-                                        one that it answers proves that it runs
+                                        one that it answers proves that it runs; other devices ask it, too, if the
+                                        coordinator learns nothing (``ServerProbe`` in the device)
 
 gRPC answers a connection by itself, without Python: also while other code holds the interpreter's lock. A stopped
 process does not answer, although its kernel accepts the connection.
@@ -19,7 +20,7 @@ from collections.abc import Callable
 
 from hoop.host_processes import ProcessState, state_of
 from hoop.membership import events as m
-from hoop.topology import DeviceInfo
+from hoop.topology import Address, DeviceInfo
 
 PROBE_S = 0.5
 """Seconds that a device's server may take to answer a connection."""
@@ -28,13 +29,45 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)
 _FRAME_HEADER_BYTES = 9
 
 
+class ServerProbe:
+    """Asks whether the servers of devices answer a connection."""
+
+    def __init__(self, tls: bool) -> None:
+        """``tls``: devices listen with certificates."""
+        self._tls = _any_certificate() if tls else None
+
+    async def answers(self, address: Address) -> bool:
+        """Whether a server answers within ``PROBE_S``. Raises ConnectionError if the connection is refused."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await self._connect(address)
+        except ConnectionError:
+            raise
+        except (OSError, UnicodeError, asyncio.IncompleteReadError):
+            return False  # too slow, or a local fault: no evidence against the device
+
+    async def _connect(self, address: Address) -> bool:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            with contextlib.suppress(ConnectionError, ssl.SSLError):  # it was accepted: not refused
+                if self._tls is not None:
+                    await writer.start_tls(self._tls)
+                    return True  # the handshake is an answer; for more this would need a certificate of the cluster
+                writer.write(_HELLO)
+                await reader.readexactly(_FRAME_HEADER_BYTES)
+                return True
+            return False
+        finally:
+            writer.transport.abort()  # a stopped process does not take part in an orderly end
+
+
 class DeviceProcesses:
     """The processes of a coordinator's devices."""
 
     def __init__(self, on_ended: Callable[[m.Probed], None], tls: bool) -> None:
         """``on_ended`` is called when a process of this host has ended. ``tls``: devices listen with certificates."""
         self._on_ended = on_ended
-        self._tls = _any_certificate() if tls else None
+        self._servers = ServerProbe(tls)
         self._watched: dict[str, int] = {}
         """Descriptors of processes of this host, by incarnation of the device."""
 
@@ -68,6 +101,10 @@ class DeviceProcesses:
         for incarnation in self._watched.keys() - incarnations:
             self._forget(incarnation)
 
+    def sees(self, info: DeviceInfo) -> bool:
+        """Whether a device's process is one of this host: no other device knows more about it."""
+        return state_of(info.pid, info.process) is not ProcessState.UNKNOWN
+
     async def probe(self, info: DeviceInfo) -> m.Probed:
         """Finds out whether a device's process has ended, or runs."""
         begun = time.monotonic()
@@ -80,27 +117,12 @@ class DeviceProcesses:
                 return m.Probed(info.device_id, info.incarnation, "")
         answers, failure = False, ""
         try:
-            async with asyncio.timeout(PROBE_S):
-                answers = await self._answers(info)
+            answers = await self._servers.answers(info.address)
         except (ConnectionRefusedError, ConnectionResetError) as error:
             failure = f"{info.address} refuses connections ({error.strerror or error})"
-        except (OSError, UnicodeError, asyncio.IncompleteReadError):
-            pass  # too slow, or a local fault: no evidence against the device
+        except ConnectionError:
+            pass  # a local fault: no evidence against the device
         return m.Probed(info.device_id, info.incarnation, failure, begun if answers else 0.0, answers)
-
-    async def _answers(self, info: DeviceInfo) -> bool:
-        reader, writer = await asyncio.open_connection(info.address.host, info.address.port)
-        try:
-            with contextlib.suppress(ConnectionError, ssl.SSLError):  # it was accepted: not refused
-                if self._tls is not None:
-                    await writer.start_tls(self._tls)
-                    return True  # the handshake is an answer; for more this would need a certificate of the cluster
-                writer.write(_HELLO)
-                await reader.readexactly(_FRAME_HEADER_BYTES)
-                return True
-            return False
-        finally:
-            writer.transport.abort()  # a stopped process does not take part in an orderly end
 
 
 def _has_ended(info: DeviceInfo) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, PeerLost
 from hoop.events import wall_clock
 from hoop.memory import ArenaBuffer, DeviceMemory
 from hoop.memory.cuda_arena import CudaArena, GpuMemory
+from hoop.servers.device_processes import ServerProbe
 from hoop.servers.host_examination import run_doctor
 from hoop.servers.job_record import follow_events
 from hoop.servers.lab_streams import StreamTable
@@ -25,6 +26,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import device_message
 
 MAX_LINK_CHECKS = 4096
+MAX_SERVER_CHECKS = 64
 MAX_TRACED_STEPS = 32
 MAX_TRACE_S = 30.0
 MAX_LISTED_BUFFERS = 64
@@ -43,13 +45,14 @@ class DeviceService:
         streams: StreamTable,
         tasks: Tasks,
         ports: PortCheck,
+        servers: ServerProbe,
         jobs: Path | None = None,
     ) -> None:
         """``jobs``: folder with the code of jobs; None: the current folder."""
         self._memory = memory
         self._jobs = jobs or Path.cwd()
         self._examining, self._tracing = asyncio.Lock(), asyncio.Lock()
-        self._ports = ports
+        self._ports, self._servers = ports, servers
         self._runner = runner
         self._tasks = tasks
         self._streams = streams
@@ -218,17 +221,25 @@ class DeviceService:
         )
 
     async def check_links(self, request: pb.CheckLinksRequest) -> pb.CheckLinksResponse:
-        if len(request.data_addresses) > MAX_LINK_CHECKS:
-            raise InvalidArgument(
-                f"data_addresses: {len(request.data_addresses)} are more than {MAX_LINK_CHECKS}; check fewer at a time"
-            )
-        addresses = [Address.parse(one, "data_addresses") for one in request.data_addresses]
-        tried = (asyncio.wrap_future(self._ports.data_port(address)) for address in addresses)
-        return pb.CheckLinksResponse(failures=[printable(one, 500) for one in await asyncio.gather(*tried)])
+        ports = _addresses(request.data_addresses, "data_addresses", MAX_LINK_CHECKS)
+        servers = _addresses(request.addresses, "addresses", MAX_SERVER_CHECKS)
+        tried = (asyncio.wrap_future(self._ports.data_port(address)) for address in ports)
+        asked = (self._servers.answers(address) for address in servers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return pb.CheckLinksResponse(
+            failures=[printable(one, 500) for one in await asyncio.gather(*tried)],
+            answers=[one is True for one in answers],
+        )
 
     async def examine(self, request: pb.ExamineRequest) -> pb.ExamineResponse:
         async with self._examining:  # one at a time: each loads PyTorch
             return pb.ExamineResponse(json=await run_doctor(request.job, request.devices, self._jobs))
+
+
+def _addresses(texts: Sequence[str], field: str, limit: int) -> list[Address]:
+    if len(texts) > limit:
+        raise InvalidArgument(f"{field}: {len(texts)} are more than {limit}; check fewer at a time")
+    return [Address.parse(one, field) for one in texts]
 
 
 def _buffer_message(buffer: ArenaBuffer) -> pb.Buffer:

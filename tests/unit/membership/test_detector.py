@@ -64,6 +64,7 @@ def test_a_history_is_immutable() -> None:
     history.with_heartbeat(200.0)
     history.with_call(False, 200.0)
     history.with_sighting(200.0)
+    history.with_witness(200.0)
     history.discount_pause(5.0, 200.0)
     assert history == HeartbeatHistory(100.0)
 
@@ -111,6 +112,14 @@ def test_a_process_that_runs_without_a_heartbeat_is_hung_after_ten_minutes() -> 
 
 def test_an_older_sighting_does_not_move_the_last_one_back() -> None:
     assert HeartbeatHistory(100.0).with_sighting(101.0).with_sighting(100.5).last_seen == 101.0
+
+
+def test_what_another_device_saw_counts_for_four_leases_since_the_last_sign_to_the_coordinator() -> None:
+    history = HeartbeatHistory(100.0).with_sighting(110.0).with_witness(116.0)
+    assert history.silence_verdict(116.0, CONFIG) == ""
+    assert "the coordinator has not for 6.1 s" in history.silence_verdict(116.125, CONFIG)
+    assert history.with_heartbeat(116.25).silence_verdict(117.5, CONFIG) == ""
+    assert HeartbeatHistory(100.0).with_witness(101.0).with_witness(100.5).last_witnessed == 101.0
 
 
 def beats(*gaps: float) -> tuple[HeartbeatHistory, float]:

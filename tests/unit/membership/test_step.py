@@ -270,7 +270,7 @@ def test_a_suspect_is_probed_again_without_another_announcement() -> None:
 
 def test_a_suspect_is_probed_at_every_tick_until_its_next_heartbeat() -> None:
     state = after(cluster(1, 2), m.LinkClosed(1, "a"))
-    assert step(state, m.Tick(NOW + 0.1))[1] == (m.Probe(1),)
+    assert step(state, m.Tick(NOW + 0.1))[1] == (m.Probe(1, (2,)),)
     assert step(after(state, m.Heartbeat(1, "a", NOW + 0.1)), m.Tick(NOW + 0.1))[1] == ()
 
 
@@ -380,23 +380,73 @@ def test_a_silent_device_is_probed_although_it_is_no_suspect() -> None:
     state = pass_time(cluster(1, 2), NOW, NOW + 0.4, 2)
     state, instructions = step(state, m.Tick(NOW + 0.5))
     assert state.member(1).health == Health.ALIVE
-    assert instructions == (m.Probe(1),)
+    assert instructions == (m.Probe(1, (2,)),)
+
+
+def test_the_witnesses_of_a_silent_device_are_those_after_it_that_are_heard() -> None:
+    """So no device is asked about all others; those that are silent themselves could not answer."""
+    state = pass_time(cluster(*range(1, 9)), NOW, NOW + 0.4, 1, 2, 3, 5, 8)
+    probes = {one.device_id: one.witnesses for one in step(state, m.Tick(NOW + 0.5))[1] if isinstance(one, m.Probe)}
+    assert probes == {4: (5, 8, 1), 6: (8, 1, 2), 7: (8, 1, 2)}
+
+
+def reached_by(witness: int, seconds: float, every_s: float = 0.5) -> State:
+    """Device 1 has been silent for so long; ``witness`` has reached it all the time. The coordinator is 0."""
+    state, at = cluster(1, 2, 3), 0.0
+    while at < seconds:
+        at += every_s
+        state = pass_time(state, NOW + at - every_s, NOW + at, 2, 3)
+        state = after(state, m.Probed(1, "a", "", NOW + at, True, witness))
+    return state
+
+
+def test_a_device_that_another_one_reaches_has_four_leases() -> None:
+    member = reached_by(2, 4 * CONFIG.lease_s - 0.5).member(1)
+    assert member.health == Health.SUSPECT
+    assert member.reason.endswith("(lease 1.5 s), and other devices reach it")
+    member = pass_time(reached_by(2, 4 * CONFIG.lease_s), NOW + 6.0, NOW + 6.1, 2, 3).member(1)
+    assert member.health == Health.DEAD
+    assert member.reason == "other devices reach it, and the coordinator has not for 6.1 s (lease 1.5 s)"
+    assert not member.ended, "it may still have its state"
+    assert reached_by(0, 60.0).member(1).usable, "the coordinator reaches it by itself"
+
+
+def test_a_device_that_no_other_one_reaches_any_more_is_dead_a_lease_later() -> None:
+    state = pass_time(reached_by(2, 2.0), NOW + 2.0, NOW + 3.5, 2, 3)
+    assert state.member(1).usable
+    assert pass_time(state, NOW + 3.5, NOW + 3.7, 2, 3).member(1).health == Health.DEAD
+
+
+def test_a_witness_proves_nothing_before_the_first_heartbeat_of_a_device() -> None:
+    """Another process may listen at the address that it gave."""
+    state = after(cluster(2), m.Joined(device(1), NOW))
+    for second in range(1, 7):
+        state = pass_time(state, NOW + second - 1, NOW + second, 2)
+        state = after(state, m.Probed(1, "a", "", NOW + second, True, 2))
+    assert state.member(1).health == Health.DEAD
 
 
 def test_a_silent_device_whose_process_runs_is_not_dead() -> None:
     """It holds Python's interpreter lock for a minute, or waits for a core."""
-    state = cluster(1, 2)
-    for second in range(60):
+    state = pass_time(cluster(1, 2), NOW, NOW + 1, 2)
+    state = pass_time(after(state, m.Probed(1, "a", "", runs_at=NOW + 1)), NOW + 1, NOW + 1.5, 2)
+    assert state.member(1).health == Health.ALIVE
+    _, instructions = step(state, m.Tick(NOW + 1.6))
+    news = next(one for one in instructions if isinstance(one, m.Announce))
+    assert (news.kind, news.fields) == ("device_suspect", {"device": 1})
+    assert news.text.endswith("no heartbeat for 1.6 s (lease 1.5 s), and its process runs")
+    for second in range(1, 60):
         state = pass_time(state, NOW + second, NOW + second + 1, 2)
         state = after(state, m.Probed(1, "a", "", runs_at=NOW + second + 1))
-    assert state.member(1).health == Health.ALIVE
+    assert state.member(1).health == Health.SUSPECT
+    assert announced(step(state, m.Heartbeat(1, "a", NOW + 60))[1]) == ["device_recovered"]
     state = pass_time(state, NOW + 60, NOW + 61.4, 2)
     assert state.member(1).usable
     state = pass_time(state, NOW + 61.4, NOW + 61.6, 2)
     assert state.member(1).health == Health.DEAD, "it was stopped"
 
 
-@pytest.mark.parametrize(("by_answer", "health"), [(True, Health.DEAD), (False, Health.ALIVE)])
+@pytest.mark.parametrize(("by_answer", "health"), [(True, Health.DEAD), (False, Health.SUSPECT)])
 def test_before_its_first_heartbeat_only_the_kernel_can_say_that_a_device_runs(by_answer: bool, health: Health) -> None:
     """What answers at an address at which no device was ever heard may be another process."""
     state = after(cluster(2), m.Joined(device(1), NOW))

@@ -462,16 +462,20 @@ class TraceSpan(_message.Message):
     def __init__(self, instruction: _Optional[str] = ..., category: _Optional[str] = ..., start: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CheckLinksRequest(_message.Message):
-    __slots__ = ("data_addresses",)
+    __slots__ = ("data_addresses", "addresses")
     DATA_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     data_addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, data_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, data_addresses: _Optional[_Iterable[str]] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckLinksResponse(_message.Message):
-    __slots__ = ("failures",)
+    __slots__ = ("failures", "answers")
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
     failures: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, failures: _Optional[_Iterable[str]] = ...) -> None: ...
+    answers: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, failures: _Optional[_Iterable[str]] = ..., answers: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ExamineRequest(_message.Message):
     __slots__ = ("job", "devices")

@@ -234,7 +234,7 @@ class DeviceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CheckLinks(self, request, context):
-        """From the coordinator: can this device reach the data ports of these others?
+        """From the coordinator: can this device reach the data ports of these others, and do their servers answer it?
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -128,7 +128,7 @@ class DeviceStub:
         hoop_pb2.CheckLinksRequest,
         hoop_pb2.CheckLinksResponse,
     ]
-    """From the coordinator: can this device reach the data ports of these others?"""
+    """From the coordinator: can this device reach the data ports of these others, and do their servers answer it?"""
 
     Examine: grpc.UnaryUnaryMultiCallable[
         hoop_pb2.ExamineRequest,
@@ -242,7 +242,7 @@ class DeviceAsyncStub:
         hoop_pb2.CheckLinksRequest,
         hoop_pb2.CheckLinksResponse,
     ]
-    """From the coordinator: can this device reach the data ports of these others?"""
+    """From the coordinator: can this device reach the data ports of these others, and do their servers answer it?"""
 
     Examine: grpc.aio.UnaryUnaryMultiCallable[
         hoop_pb2.ExamineRequest,
@@ -392,7 +392,7 @@ class DeviceServicer(metaclass=abc.ABCMeta):
         request: hoop_pb2.CheckLinksRequest,
         context: _ServicerContext,
     ) -> typing.Union[hoop_pb2.CheckLinksResponse, collections.abc.Awaitable[hoop_pb2.CheckLinksResponse]]:
-        """From the coordinator: can this device reach the data ports of these others?"""
+        """From the coordinator: can this device reach the data ports of these others, and do their servers answer it?"""
 
     @abc.abstractmethod
     def Examine(
