@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import UnionType
@@ -55,11 +55,16 @@ LEASE = "1.5s"
 class ClusterProcesses:
     """A coordinator with a journal, its devices and the clients that train on them, each in its own process."""
 
-    def __init__(self, folder: Path, cleanup: ExitStack, devices: int, piped: bool = False) -> None:
-        """``piped``: the standard error of each process is a pipe to this one; see ``break_outputs``."""
+    def __init__(
+        self, folder: Path, cleanup: ExitStack, devices: int, piped: bool = False, options: Sequence[str] = ()
+    ) -> None:
+        """``piped``: the standard error of each process is a pipe to this one; see ``break_outputs``.
+
+        ``options``: more options of the coordinator.
+        """
         self.folder, self._cleanup, self._piped = folder, cleanup, piped
         self._started: list[subprocess.Popen[str]] = []
-        self.coordinator = self.start_coordinator("--port", "0")
+        self.coordinator = self.start_coordinator("--port", "0", *options)
         self.devices = [self.start_device("--id", str(number)) for number in range(1, devices + 1)]
         self.cluster = cleanup.enter_context(hoop.connect(self.address, connect_timeout=TIMEOUT_S))
         self.cluster.wait_for_devices(devices, TIMEOUT_S)
@@ -111,9 +116,11 @@ class ClusterProcesses:
 
 
 @contextmanager
-def running_cluster(devices: int, folder: Path, piped: bool = False) -> Iterator[ClusterProcesses]:
+def running_cluster(
+    devices: int, folder: Path, piped: bool = False, options: Sequence[str] = ()
+) -> Iterator[ClusterProcesses]:
     with ExitStack() as cleanup:
-        yield ClusterProcesses(folder, cleanup, devices, piped)
+        yield ClusterProcesses(folder, cleanup, devices, piped, options)
 
 
 def wait_for_job(cluster: Cluster, kind: str = "job_started") -> int:

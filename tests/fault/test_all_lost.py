@@ -113,6 +113,26 @@ def test_all_devices_restart_and_no_step_is_lost(
     assert reported_steps(events)[-1] == FEW - 1
 
 
+def test_a_job_does_not_wait_for_a_device_that_was_lost_long_before(tmp_path: Path) -> None:
+    """Device 2 dies and stays away. Device 1, which alone has the newest state, is killed later and comes back."""
+    with running_cluster(0, tmp_path, options=("--restart-grace", "3600s")) as processes:
+        first, second = (processes.start_device(*arena_options(tmp_path, number)) for number in (1, 2))
+        processes.cluster.wait_for_devices(2, TIMEOUT_S)
+        faults = ["--fault", "kill@rank=1,step=5", "--fault", f"kill@rank=0,step={STEP}"]
+        out = tmp_path / "out"
+        options = [*JOB, *LIMIT, "--strategy", "data", *faults, "--json", "--out", str(out)]
+        run = processes.start("train", *options, "--coordinator", processes.address)
+        job = wait_for_job(processes.cluster)
+        second.wait(TIMEOUT_S)
+        first.wait(TIMEOUT_S)
+        wait_for_event(processes.cluster, job, ev.WaitingForRestart, waiting=[1])
+        processes.start_device(*arena_options(tmp_path, 1))
+        result = result_of(run, out)
+    check_same(result, undisturbed(*LIMIT))
+    (state,) = result["states"]
+    assert (state["device"], state["step"], state["source"]) == (1, STEP - 1, "its own arena")
+
+
 @pytest.mark.slow
 def test_devices_that_all_lose_their_gpu_go_on_from_a_copy_in_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

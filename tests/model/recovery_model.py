@@ -590,6 +590,8 @@ class Run:
         self.state = State(setup.config, last_tick=self.now)
         self.job: jm.JobView | None = None
         self.devices: dict[int, Device] = {}
+        self.deaths: dict[int, float] = {}
+        """Seconds from the start until each device was first declared dead."""
         self._probed_until: dict[int, float] = {}
         """Time until which a probe of each device is under way."""
         self._processed: dict[str, int] = {}
@@ -834,6 +836,7 @@ class Run:
 
     def _check_death(self, number: int) -> None:
         device, member = self.devices[number], self.state.members[number]
+        self.deaths.setdefault(number, self.now - self.start)
         lives = device.alive and device.incarnation == member.info.incarnation
         if lives and not self.setup.can_be_silenced(number):
             raise Violation(f"device {number} lives and was declared dead: {member.reason}")

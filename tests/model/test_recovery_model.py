@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from recovery_model import STEPS, Fault, Run, Setup, find_violation, run_schedule
+from recovery_model import CONFIG, STEPS, Fault, Run, Setup, find_violation, run_schedule
 
 SCHEDULES = 5_000
 CHUNK = 500
@@ -116,6 +116,32 @@ def test_a_hybrid_loses_nothing_by_a_link_that_is_cut_one_way(loading_s: float) 
         ordered = tuple(sorted(faults, key=lambda fault: fault.at))
         setup = Setup(4, True, False, ordered, pipelines=2, loading_s=loading_s)
         assert Run(setup, Random(7)).run_to_end() == "finished", setup
+
+
+def deaths(fault: Fault, devices: int, seed: int) -> dict[int, float]:
+    run = Run(Setup(devices, False, True, (fault,), 0.01), Random(seed))
+    run.run_to_end()
+    return run.deaths
+
+
+@pytest.mark.parametrize("seconds", [1.6, 3.0, 4.4])
+@pytest.mark.parametrize("kind", ["mute", "deaf"])
+def test_a_device_from_which_the_coordinator_alone_is_cut_off_for_a_while_is_not_dead(
+    kind: str, seconds: float
+) -> None:
+    for devices, at, seed in itertools.product((2, 3, 5), (0.5, 1.1, 1.7), range(4)):
+        assert not deaths(Fault(at, kind, 1, 0, seconds), devices, seed), (devices, at, seed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leases"), [("pause", 1), ("cut", 1), ("mute", 4)], ids=["stopped", "cut off from all", "from one"]
+)
+def test_a_silent_device_is_dead_within_its_time(kind: str, leases: int) -> None:
+    """A lease, and four if other devices reach it; by the clock of the model."""
+    for devices, at, seed in itertools.product((2, 3, 5), (0.5, 0.8, 1.1), range(4)):
+        died = deaths(Fault(at, kind, 1, 0, 20.0), devices, seed)
+        assert died.keys() == {1}
+        assert CONFIG.lease_s * leases - 0.5 < died[1] - at < CONFIG.lease_s * leases + 0.5, (devices, at, seed)
 
 
 def test_a_run_without_faults_does_every_step_once() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from hoop.topology import Address
+from hoop.torch_backend import p2p
 from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport.tcp_listener import TcpTransport
 
@@ -13,15 +16,30 @@ LONG_S = 240.0
 DIED = "is gone: its process ended without leaving the group"
 
 
-def test_a_rank_leaves_only_after_the_hello_of_every_peer() -> None:
+class LeapingClock:
+    """The monotonic clock of a process that is frozen for a minute whenever ``frozen`` is set."""
+
+    def __init__(self) -> None:
+        self._leap_s = 0.0
+        self.frozen = threading.Event()
+
+    def monotonic(self) -> float:
+        if self.frozen.is_set():
+            self.frozen.clear()
+            self._leap_s += 60.0
+        return time.monotonic() + self._leap_s
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen meanwhile"])
+def test_a_rank_leaves_only_after_the_hello_of_every_peer(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LeapingClock()
+    monkeypatch.setattr(p2p, "time", clock)
     transports = [TcpTransport(Address("127.0.0.1", 0)) for _ in range(2)]
     addresses = [transport.address for transport in transports]
 
-    def engine(rank: int) -> P2PEngine:
-        return P2PEngine(transports[rank].endpoint(7, 1, rank, addresses), f"rank {rank}", LONG_S)
-
+    endpoints = [transports[rank].endpoint(7, 1, rank, addresses) for rank in range(2)]
     order: list[str] = []
-    leaver = engine(1)
+    leaver = P2PEngine(endpoints[1], "rank 1", LONG_S)
     leaver.start()
 
     def leave() -> None:
@@ -31,7 +49,11 @@ def test_a_rank_leaves_only_after_the_hello_of_every_peer() -> None:
     leaving = threading.Thread(target=leave)
     leaving.start()
     leaving.join(0.5)  # a close that does not wait would end here
-    stayer = engine(0)
+    if frozen:
+        clock.frozen.set()
+        endpoints[1].wake()
+        leaving.join(1.0)  # a close that takes the freeze for its wait would end here
+    stayer = P2PEngine(endpoints[0], "rank 0", LONG_S)
     order.append("rank 0 started")
     stayer.start()
     leaving.join(LONG_S)

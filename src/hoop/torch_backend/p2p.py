@@ -145,6 +145,8 @@ def deliver(request: P2PRequest, message: P2PMessage) -> None:
 
 _ENVELOPE = struct.Struct("<QqQ")  # kind, tag, bytes of contents
 _CLOSING_SECONDS = 5.0
+_SLICE_SECONDS = 0.25
+"""Longest part of a wait to leave. A gap counts as one part: a process that was frozen meanwhile has its time left."""
 _SUSPECT_SECONDS = 1.0
 """Seconds for which a peer whose link refuses a send is still read: it may have left, with its goodbye under way."""
 _IDLE_SECONDS = 3600.0
@@ -216,7 +218,8 @@ class P2PEngine:
         self._closing = True
         self._endpoint.wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _CLOSING_SECONDS)
+            for _ in range(round(2 * _CLOSING_SECONDS / _SLICE_SECONDS)):
+                self._thread.join(_SLICE_SECONDS)
         self._endpoint.close()
 
     # ---- the engine's thread
@@ -231,8 +234,8 @@ class P2PEngine:
                     self._receive_from(peer)
                 self._complete_sends()
                 self._expire()
+            self._await_greetings()
             until = time.monotonic() + _CLOSING_SECONDS
-            self._await_greetings(until)
             self._send_to_all(MessageKind.GOODBYE, until)
             self._endpoint.flush(until)
         except HoopError as raised:
@@ -248,16 +251,19 @@ class P2PEngine:
             with self._peers_changed:
                 self._peers_changed.notify_all()
 
-    def _await_greetings(self, until: float) -> None:
-        """Waits for every live peer's HELLO before this rank leaves.
+    def _await_greetings(self) -> None:
+        """Waits for every live peer's HELLO before this rank leaves, ``_CLOSING_SECONDS`` in which this process runs.
 
         A rank that leaves before a peer's link to it is attached cannot announce its own link on it: the peer would
         take the end of that link for this rank's death.
         """
-        while time.monotonic() < until and (silent := [one for one in self._live_peers() if one not in self._greeted]):
-            for peer in self._endpoint.wait_readable(silent, min([until, *self._suspects.values()])):
+        left_s = _CLOSING_SECONDS
+        while left_s > 0 and (silent := [one for one in self._live_peers() if one not in self._greeted]):
+            began = time.monotonic()
+            for peer in self._endpoint.wait_readable(silent, min([began + _SLICE_SECONDS, *self._suspects.values()])):
                 self._receive_from(peer)
             self._expire()
+            left_s -= min(time.monotonic() - began, _SLICE_SECONDS)
 
     def _send_to_all(self, kind: MessageKind, until: float, tag: int = 0) -> None:
         """Sends a message without contents to every peer that has not departed; one about a peer not to that peer."""
