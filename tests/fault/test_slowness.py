@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 import preloaded
 import pytest
-from fault_cluster import ENV, JOB, TIMEOUT_S, result_of, running_cluster, undisturbed
+from fault_cluster import ENV, JOB, TIMEOUT_S, result_of, running_cluster, undisturbed, wait_for_job
 from freezes import Freezes
 
 import hoop
+from hoop import job_events as ev
 from hoop.client.cluster import Cluster
 from hoop.runs.audit import audit
 
 FALSE_DEATHS = {"device_dead", "communicator_failed", "communicator_rebuilt", "operation_failed"}
 SHORT_S, LONG_S = 10.0, 600.0
+ENDLESS = ["--epochs", "100000", "--set", "evaluate_every=0", "--set", "checkpoint_every=0"]
 LONG = (pytest.mark.slow, pytest.mark.timeout(3 * LONG_S))
 
 
@@ -100,17 +102,23 @@ def test_calls_to_a_coordinator_that_is_frozen_for_longer_than_connections_live_
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_every_process_is_frozen_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [SHORT_S, pytest.param(LONG_S, marks=LONG)])
+def test_training_goes_on_while_every_process_is_frozen_again_and_again(tmp_path: Path, seconds: float) -> None:
     freezes, out = Freezes(), tmp_path / "out"
     with hoop_up(tmp_path) as (cluster, coordinator):
-        command = [*preloaded.HOOP, "train", *JOB, "--json", "--coordinator", str(cluster.address), "--out", str(out)]
+        command = [*preloaded.HOOP, "train", *JOB, *ENDLESS, "--json", "--coordinator", str(cluster.address)]
         with freezes.of([*pids_of(cluster), coordinator], (0.3, 2.5)):
-            run = preloaded.Popen(command, text=True, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            run = preloaded.Popen([*command, "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE)
+            job = cluster.job(wait_for_job(cluster))
+            until = time.monotonic() + seconds
+            next(one for one in job.events() if isinstance(one.event, ev.Steps) and time.monotonic() > until)
+            job.stop()
             result = result_of(run)
         kinds = kinds_of(cluster)
+    print(f"{sum(freezes.counts.values())} freezes, {result['steps']} steps, {dict(kinds)}")
     assert min(freezes.counts.values()) > 0
     assert not FALSE_DEATHS & set(kinds), kinds
-    assert result["weights_sha256"] == undisturbed()["weights_sha256"]
+    assert result["weights_sha256"] == undisturbed(*ENDLESS, "--set", f"max_steps={result['steps']}")["weights_sha256"]
     audited = audit(out)
     assert audited.holds, audited
 
