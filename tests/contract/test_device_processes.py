@@ -17,10 +17,14 @@ import grpc
 import preloaded
 import pytest
 
+from hoop.errors import InvalidArgument
 from hoop.host_processes import ProcessState, own_process, state_of
 from hoop.membership import events as m
-from hoop.servers.device_processes import DeviceProcesses
+from hoop.servers.device_processes import DeviceProcesses, ServerProbe
+from hoop.servers.device_service import DeviceService
 from hoop.topology import Address, DeviceInfo
+from hoop.transport.port_check import PortCheck
+from hoop.wire.generated import hoop_pb2 as pb
 
 WAIT_S = 60.0
 SERVER = """
@@ -123,6 +127,33 @@ def test_the_end_of_a_process_of_this_host_is_reported_at_once() -> None:
 
     with running_server() as server:
         assert asyncio.run(watch(server)).failure == f"its process {server.process.pid} has ended"
+
+
+def check_servers(*addresses: Address) -> list[bool]:
+    """What a device answers whom the coordinator asks about the servers of others."""
+    service = DeviceService(None, None, None, None, PortCheck(b""), ServerProbe(tls=False))  # type: ignore[arg-type]
+    request = pb.CheckLinksRequest(addresses=map(str, addresses))
+    return list(asyncio.run(service.check_links(request)).answers)
+
+
+def test_another_device_confirms_that_a_server_answers_and_not_that_it_does_not() -> None:
+    """Whether its interpreter is held or not. A process that is stopped does not answer, nor one that has ended."""
+    with running_server() as held, running_server() as stopped, running_server() as ended:
+        addresses = [one.info(here=False).address for one in (held, stopped, ended)]
+        assert check_servers(*addresses) == [True] * 3
+        held.hold_interpreter()
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        ended.process.kill()
+        ended.process.wait(WAIT_S)
+        deadline = time.monotonic() + WAIT_S
+        while state_of(stopped.process.pid, stopped.identity) is not ProcessState.STOPPED:
+            assert time.monotonic() < deadline, f"process {stopped.process.pid} does not stop"
+        assert check_servers(*addresses) == [True, False, False]
+
+
+def test_a_device_is_asked_about_few_servers_at_a_time() -> None:
+    with pytest.raises(InvalidArgument, match="addresses: 65 are more than 64; check fewer at a time"):
+        check_servers(*[Address("127.0.0.1", 1)] * 65)
 
 
 def test_a_process_of_another_start_or_host_is_not_taken_for_this_one() -> None:
