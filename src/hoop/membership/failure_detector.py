@@ -22,8 +22,6 @@ passed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from hoop.errors import MembershipChanged
 from hoop.membership import events as m
 from hoop.membership.fast_replace import replace
@@ -94,10 +92,10 @@ def _heard(state: State, now: float) -> list[int]:
 
 
 def _probe(state: State, device_id: int, heard: list[int]) -> m.Probe:
-    """Its witnesses are the devices that follow it in the order of ids: no device is asked about all others."""
-    first = bisect_right(heard, device_id)
-    following = (*heard[first : first + WITNESSES], *heard[: min(first, WITNESSES)])
-    return m.Probe(device_id, tuple(key for key in following if key != device_id)[:WITNESSES])
+    """Devices in a row, as those of one rack, have different witnesses: none is asked about all that fail together."""
+    first, most = device_id % max(1, len(heard)), WITNESSES + 1  # it may be among them itself
+    chosen = (*heard[first : first + most], *heard[: min(first, most)])
+    return m.Probe(device_id, tuple(key for key in chosen if key != device_id)[:WITNESSES])
 
 
 def on_probed(state: State, event: m.Probed) -> m.Result:
