@@ -52,7 +52,7 @@ PIECES = 5
 PARTITIONED = {f"p{n}": 1 for n in range(PIECES)}
 UNPARTITIONED = {WHOLE.name: 1}
 CALL_S = 5.0
-PROBE_S = 0.5
+PROBE_S = 0.75
 STARVED_S = 0.3, 2.5
 """Seconds for which a process that is starved is frozen at a time."""
 JITTER_S = 0.1, 0.7
@@ -812,6 +812,7 @@ class Run:
         begun, there, back = self.now, *(self.random.uniform(0, self.setup.max_delay_s) for _ in range(2))
 
         def seen() -> None:
+            self._probed_until.pop(number, None)
             self.on_coordinator_now(lambda: self._apply(m.Probed(number, incarnation, "", begun, True)))
 
         def arrived() -> None:

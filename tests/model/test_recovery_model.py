@@ -291,9 +291,16 @@ REGRESSIONS = {
         0.01,
         replicas=2,
     ),
+    "an interpreter is held for long on another host, and round trips take half a second": Setup(
+        2,
+        True,
+        True,
+        (Fault(1.7038811844580268, "slow", 1, 2, 0.5), Fault(1.8882782222971572, "hold", 2, 1, 8.0)),
+        0.3,
+    ),
 }
 """Schedules that once broke an invariant, shrunk to as few faults as possible."""
-REGRESSION_SEEDS = (31014, 22450, 37047, 40417, 300013, 117816, 137774)
+REGRESSION_SEEDS = (31014, 22450, 37047, 40417, 300013, 117816, 137774, 24997)
 """Seeds with which some of them did, besides the first 25."""
 
 

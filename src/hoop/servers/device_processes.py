@@ -21,9 +21,11 @@ from collections.abc import Callable
 from hoop.host_processes import ProcessState, state_of
 from hoop.membership import events as m
 from hoop.topology import Address, DeviceInfo
+from hoop.wire.channels import LEASE_S
 
-PROBE_S = 0.5
-"""Seconds that a device's server may take to answer a connection."""
+PROBE_S = LEASE_S / 2
+"""Seconds that a device's server may take to answer a connection: a slow network takes two round trips for that, and
+the answer to the next probe has to come within a lease of this one."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """The beginning of an HTTP/2 connection, with empty settings. The server answers with its own settings."""
 _FRAME_HEADER_BYTES = 9
