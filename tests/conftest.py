@@ -311,3 +311,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if any(mark.kwargs["when"](params) for mark in item.iter_markers("slow_if")):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in SLOW_FIRST])
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A new folder whose path leaves room for the name of a socket, unlike that of ``tmp_path``."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -26,8 +26,9 @@ from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_listener import ABSTRACT, ShmTransport, pack_offer, socket_name
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
+from hoop.wire.private_files import write_private
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, write_private
+from hoop.wire.tokens import Token
 
 HERE = Address("127.0.0.1", 0)
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -19,7 +19,8 @@ from trainings import ENV, HOOP, TIMEOUT_S
 
 import hoop
 from hoop.lab.chaos.network import private_network, unavailable_reason
-from hoop.wire.tokens import new_token, write_private
+from hoop.wire.private_files import write_private
+from hoop.wire.tokens import new_token
 
 pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason())
 HOSTS = (1, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path
-    for theme in ("training", "trainers", "prediction", "recovery", "clusters", "dashboard", "native")
+    for theme in ("training", "trainers", "prediction", "recovery", "clusters", "dashboard", "native", "calls")
     for path in (ROOT / "benchmarks" / theme).glob("*.py")
     if "__main__" in path.read_text()
 )

@@ -36,9 +36,8 @@ def test_output_and_exit_code_are_those_of_a_real_start(arguments: tuple[str, ..
     assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
 
 
-def test_a_command_gets_folder_environment_session_and_ignored_signals(tmp_path: Path) -> None:
-    (tmp_path / "runtime").mkdir(mode=0o700)
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
+def test_a_command_gets_folder_environment_session_and_ignored_signals(tmp_path: Path, short_folder: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(short_folder)}
     options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     with (
         interrupts(ignored=True),
@@ -51,7 +50,7 @@ def test_a_command_gets_folder_environment_session_and_ignored_signals(tmp_path:
             assert running.stdout.readline().startswith("coordinator ")
             assert parent_of(running) != os.getpid(), "it was not forked from the server"
             assert (tmp_path / "here").exists()
-            assert list((tmp_path / "runtime").rglob("*.token"))
+            assert list(short_folder.rglob("*.sock"))
             assert os.getsid(running.pid) == running.pid
             lines = Path(f"/proc/{running.pid}/status").read_text().splitlines()
             ignored = int(next(line for line in lines if line.startswith("SigIgn")).split()[1], 16)

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import http.client
 import http.cookiejar
+import itertools
 import json
 import os
 import re
-import shutil
 import socket
 import ssl
 import time
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import preloaded
 import pytest
 from background import START_S, Running
 from lab_cluster import CALL_S, Cluster, hoop_up, resident_bytes, wait_for
@@ -55,6 +54,10 @@ from hoop.errors import FailedPrecondition, HoopError
 from hoop.servers import grpc_server
 from hoop.topology import Address
 from hoop.transport.shm_listener import socket_name
+from hoop.wire.local_sockets import socket_path
+from hoop.wire.private_files import write_private
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token, new_token
 
 MESSAGES = int(os.environ.get("HOOP_FUZZ_MESSAGES", "200"))
 MAX_MEGABYTES = 96
@@ -67,26 +70,29 @@ come and go."""
 RAW_PATHS = (b"/\xff", b"/hoop.v1.Coordinator/GetStatus\xff\xfe", b"\x00", b"/\xed\xa0\x80/\xc0\xaf")
 
 
+MODES = ("local", "insecure", "tls")
+"""Sockets of this user, with TCP ports that refuse every call; TCP ports that accept every caller; TLS with a token."""
+
+
 @contextmanager
-def cluster_of(
-    folder: Path, secured: bool, *options: str
-) -> Iterator[tuple[Cluster, hoop.Cluster, ssl.SSLContext | None]]:
-    """A cluster of two devices, plain or with certificates, a client of it, and how a raw connection is made."""
-    if not secured:
-        with hoop_up(2, "--insecure", *options, check_log=False) as running, hoop.connect(running.address) as client:
+def cluster_of(folder: Path, mode: str, *options: str) -> Iterator[tuple[Cluster, hoop.Cluster, ssl.SSLContext | None]]:
+    """A cluster of two devices, a client of it, and how a raw connection to its TCP ports is made."""
+    if mode != "tls":
+        options = (*options, "--insecure") if mode == "insecure" else options
+        with hoop_up(2, *options, check_log=False) as running, hoop.connect(running.address) as client:
             yield running, client, None
         return
-    if shutil.which("openssl") is None:
-        pytest.skip("hoop certs needs the openssl command")
-    certs = folder / "certs"
-    preloaded.run([*preloaded.HOOP, "certs", str(certs)], timeout=CALL_S, check=True)
+    text = new_token()
+    write_private(folder / "token", text)
+    made = Token.parse(text).certificates(Role.CLIENT)
+    write_private(folder / "client.pem", f"{made.certificate.decode()}{made.key.decode()}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.load_cert_chain(certs / "client" / "cert.pem", certs / "client" / "key.pem")
+    context.load_cert_chain(folder / "client.pem")
     context.set_alpn_protocols(["h2"])
     with (
-        hoop_up(2, "--tls", str(certs), *options, check_log=False) as running,
-        hoop.connect(running.address, tls=str(certs)) as client,
+        hoop_up(2, "--token-file", str(folder / "token"), *options, check_log=False) as running,
+        hoop.connect(running.address, token=text) as client,
     ):
         yield running, client, context
 
@@ -132,29 +138,29 @@ def address_in(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def cluster_ports(folder: Path, start: Start, secured: bool = False) -> Iterator[list[Victim]]:
-    """Every port of gRPC and of data links of a cluster of two devices."""
-    with cluster_of(folder, secured) as (running, client, tls):
-        device = client.status().devices[0].device
-        control, data = Address.parse(device.address), Address.parse(device.data_address)
-        coordinator = Address.parse(running.address)
-        members = {one.device.device_id: one.device.pid for one in client.status().devices}
-        works = partial(answers, client)
-        found = [
-            Victim(
-                "coordinator", running.process.pid, Port(tcp(coordinator.host, coordinator.port, tls), http2), works
-            ),
-            Victim("device", device.pid, Port(tcp(control.host, control.port, tls), http2), works),
-            Victim("data", device.pid, Port(tcp(data.host, data.port), link_frames), works),
-        ]
-        if secured:  # the other ports are the same without certificates
-            plain = tcp(coordinator.host, coordinator.port)
-            found.append(Victim("coordinator, no TLS", running.process.pid, Port(plain, http2), works))
-        else:
+def cluster_ports(folder: Path, start: Start, mode: str) -> Iterator[list[Victim]]:
+    """Every port and socket of gRPC and of data links of a cluster of two devices."""
+    with cluster_of(folder, mode) as (running, client, tls):
+        status = client.status().devices
+        device, works = status[0].device, partial(answers, client)
+        members = {each.device.device_id: each.device.pid for each in status}
+        data = Address.parse(device.data_address)
+        victims = [Victim("data", device.pid, Port(tcp(data.host, data.port), link_frames), works)]
+        servers = (
+            ("coordinator", running.process.pid, Address.parse(running.address)),
+            ("device", device.pid, Address.parse(device.address)),
+        )
+        for name, pid, where in servers:
+            victims.append(Victim(name, pid, Port(tcp(where.host, where.port, tls), http2), works))
+            if mode == "tls":
+                victims.append(Victim(f"{name}, no TLS", pid, Port(tcp(where.host, where.port), http2), works))
+            if mode == "local":
+                victims.append(Victim(f"{name}'s socket", pid, Port(unix(str(socket_path(where.port))), http2), works))
+        if mode == "local":
             shared = unix(socket_name(Address.parse(device.shared_address)))
-            found.append(Victim("shared memory", device.pid, Port(shared, link_frames), works))
-        yield found
-        alive = {one.device.device_id: one.device.pid for one in client.status().devices if one.state == "alive"}
+            victims.append(Victim("shared memory", device.pid, Port(shared, link_frames), works))
+        yield victims
+        alive = {each.device.device_id: each.device.pid for each in client.status().devices if each.state == "alive"}
         assert alive == members
         assert "a bug in Hoop" not in running.log.read_text(errors="replace")
 
@@ -296,8 +302,9 @@ def torch_ports(folder: Path, start: Start) -> Iterator[list[Victim]]:
 
 
 PORTS: dict[str, tuple[Callable[..., Any], int]] = {
-    "cluster": (cluster_ports, 4),
-    "cluster with certificates": (partial(cluster_ports, secured=True), 4),
+    "cluster": (partial(cluster_ports, mode="local"), 6),
+    "cluster without credentials": (partial(cluster_ports, mode="insecure"), 3),
+    "cluster with a token": (partial(cluster_ports, mode="tls"), 5),
     "http": (http_ports, 4),
     "rendezvous": (rendezvous_port, 1),
     "torch.distributed": (torch_ports, 2),
@@ -346,14 +353,17 @@ def answers(client: hoop.Cluster) -> bool:
     return False
 
 
-@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
-def test_a_request_with_any_path_leaves_the_servers_up(tmp_path: Path, secured: bool) -> None:
-    with cluster_of(tmp_path, secured) as (running, client, tls):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_with_any_path_leaves_the_servers_up(tmp_path: Path, mode: str) -> None:
+    with cluster_of(tmp_path, mode) as (running, client, tls):
         devices = [one.device for one in client.status().devices]
         for address in (running.address, devices[0].address):
             where = Address.parse(address)
-            for path in RAW_PATHS:
-                with tcp(where.host, where.port, tls)() as sock:
+            ways = [tcp(where.host, where.port, tls)]
+            if mode == "local":
+                ways.append(unix(str(socket_path(where.port))))
+            for connect, path in itertools.product(ways, RAW_PATHS):
+                with connect() as sock:
                     deliver(sock, opening() + call_of(path), wait=True)
                 wait_for(lambda: answers(client), "an all-reduce")
         members = {one.device.device_id: (one.device.pid, one.state) for one in client.status().devices}

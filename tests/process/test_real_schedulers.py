@@ -24,7 +24,8 @@ import preloaded
 import pytest
 from free_ports import free_port
 
-from hoop.wire.tokens import new_token, write_private
+from hoop.wire.private_files import write_private
+from hoop.wire.tokens import new_token
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Path(__file__).with_name("train_driver.py")

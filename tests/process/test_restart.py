@@ -222,10 +222,10 @@ def test_devices_live_on_over_a_coordinator_that_ends_in_order(
         assert device.wait() == 0
 
 
-def test_a_journal_keeps_its_token_for_a_coordinator_at_another_port(
+def test_a_device_with_two_addresses_is_accepted_by_the_coordinator_at_the_second(
     start: Start, connect: Connect, await_event: Wait, tmp_path: Path
 ) -> None:
-    """A device that knows both addresses, as with a standby, is accepted by the coordinator at the second."""
+    """As with a standby. No token is given: they use the user's."""
     first = start("coordinator", "--journal", tmp_path / "journal")
     port = free_port()
     device = start("device", "--join", f"{first.address},127.0.0.1:{port}", "--memory", "1MiB", "--id", 7)
@@ -292,9 +292,8 @@ def test_hoop_up_recovers_from_its_state_folder(start: Start, connect: Connect, 
         "device-1.arena",
         "device-2.arena",
         "journal",
-        "journal.token",
     ]
-    assert [oct(path.stat().st_mode & 0o077) for path in (state, *state.iterdir())] == ["0o0"] * 5
+    assert [oct(path.stat().st_mode & 0o077) for path in (state, *state.iterdir())] == ["0o0"] * 4
 
     second = start(*options)
     cluster = connect(second.address)

@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hoop
 from hoop.job_events import Steps
-from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, new_token, write_private
+from hoop.wire.private_files import write_private
+from hoop.wire.tokens import Token, new_token
 
 if TYPE_CHECKING:
     from background import Running
@@ -116,22 +116,22 @@ def test_dead_scrapers_do_not_stop_a_coordinator(start: Start, run_hoop: Run) ->
             one.close()
 
 
-def test_beyond_loopback_a_scraper_needs_a_client_s_token(start: Start, run_hoop: Run, tmp_path: Path) -> None:
+def test_beyond_loopback_a_scraper_needs_a_viewer_s_token(start: Start, run_hoop: Run, tmp_path: Path) -> None:
     secret, file = new_token(), tmp_path / "token"
     write_private(file, secret)
     coordinator = start("coordinator", "--metrics", "0.0.0.0:0", "--token-file", file, "--json")
     served = json.loads(coordinator.line())
     options = ("--memory", "8MiB", "--metrics", "0.0.0.0:0", "--token-file", file, "--json")
     device = start("device", "--join", served["coordinator"], *options)
-    client = Token.parse(secret).role_token(Role.CLIENT)
+    viewer = Token.parse(secret).role_token("viewer")
     for url in (served["metrics"], json.loads(device.line())["metrics"]):
         here = url.replace("0.0.0.0", "127.0.0.1")
-        for wrong in ("", "x", secret, Token.parse(new_token()).role_token(Role.CLIENT)):
+        for wrong in ("", "x", secret, Token.parse(new_token()).role_token("viewer")):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 scrape(here, wrong)
             assert refused.value.code == 401
             refused.value.close()
-        assert [1 for name, _ in scrape(here, client) if name == "hoop_build_info"]
+        assert [1 for name, _ in scrape(here, viewer) if name == "hoop_build_info"]
     refused_start = run_hoop("device", "--join", served["coordinator"], "--metrics", "nonsense:")
     assert refused_start.returncode == 2
     assert "--metrics: 'nonsense:' is neither a port" in refused_start.stderr

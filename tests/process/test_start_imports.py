@@ -78,3 +78,34 @@ def test_an_audit_with_checkpoints_needs_no_pytorch(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["holds"], found["steps"]) == (True, 3)
     assert found["checkpoints"]
+
+
+LOCAL_PROGRAM = """
+import asyncio
+import sys
+import hoop
+from hoop.servers.coordinator import CoordinatorConfig
+from hoop.servers.coordinator_service import CoordinatorServer
+from hoop.servers.device import DeviceConfig, DeviceServer
+from hoop.wire.auth import Credentials
+from hoop.wire.roles import Role
+
+async def run():
+    coordinator = CoordinatorServer(CoordinatorConfig(credentials=Credentials(Role.COORDINATOR, local=True)))
+    address = await coordinator.start()
+    device = DeviceServer(DeviceConfig(address, memory=1 << 20, credentials=Credentials(Role.DEVICE, local=True)))
+    await device.start()
+    await asyncio.to_thread(lambda: hoop.connect(address).close())
+    await device.stop()
+    await coordinator.stop()
+
+asyncio.run(run())
+print("cryptography" in sys.modules)
+"""
+
+
+def test_a_cluster_of_one_machine_does_not_load_the_library_of_certificates() -> None:
+    """It takes 60 ms, and the sockets need no certificates."""
+    program = [sys.executable, "-c", LOCAL_PROGRAM]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

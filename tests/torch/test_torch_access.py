@@ -22,14 +22,14 @@ from hoop.torch_backend.rendezvous import GENERATION
 from hoop.transport.link_key import KeyOrigin, own_link_key
 from hoop.transport.shm_listener import ABSTRACT
 from hoop.transport.tcp_listener import TcpTransport
-from hoop.wire.tokens import RUN_VARIABLE, Token, new_token
+from hoop.wire.tokens import Token, new_token
 
 RunRanks = Callable[..., list[Any]]
 INTRUDER, NOBODY = 2, 65534
 STORE_TIMEOUT = timedelta(seconds=LONG_S)
 
 
-def train_beside_an_intruder(rank: int, port: int, variables: dict[str, str]) -> Any:
+def train_beside_an_intruder(rank: int, port: int) -> Any:
     """Ranks 0 and 1 exchange an object and a sum; the third process is another user's and tries to be rank 1."""
     if rank == INTRUDER:
         "host".encode("idna")  # loads the codec that connections need: nobody may not read root's Python
@@ -42,7 +42,6 @@ def train_beside_an_intruder(rank: int, port: int, variables: dict[str, str]) ->
             return intrude(store)
         finally:
             store.set("intruded", "1")
-    os.environ.update(variables)
     if rank == 1:
         dial_late(store)
     dist.init_process_group("hoop", store=store, rank=rank, world_size=2)
@@ -89,29 +88,24 @@ def intrude(store: Any) -> list[str]:
 
 
 @pytest.mark.skipif(not ABSTRACT or os.getuid() != 0, reason="to be somebody else one must be root, on Linux")
-@pytest.mark.parametrize("started_by", ["torchrun", "hoop run"])
-def test_another_user_cannot_take_the_place_of_a_rank(run_ranks: RunRanks, started_by: str) -> None:
-    variables = {RUN_VARIABLE: new_token()} if started_by == "hoop run" else {}
-    first, second, answers = run_ranks(3, train_beside_an_intruder, free_port(), variables, joins=False)
+def test_another_user_cannot_take_the_place_of_a_rank(run_ranks: RunRanks) -> None:
+    first, second, answers = run_ranks(3, train_beside_an_intruder, free_port(), joins=False)
     without_key, with_another = answers
     assert "prove" in without_key or "refused" in without_key, without_key
     assert "prove" in with_another, with_another
     assert first == second == [[{"from": "rank 1"}], [3.0, 3.0, 3.0]]
 
 
-def test_ranks_have_the_token_of_hoop_run_or_of_their_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("HOOP_TOKEN", "HOOP_TOKEN_FILE", "HOOP_INSECURE", RUN_VARIABLE):
+def test_ranks_have_a_given_token_or_that_of_their_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HOOP_TOKEN", "HOOP_TOKEN_FILE", "HOOP_INSECURE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     first, second = own_link_key(), own_link_key()
     assert first == second
     assert (first.origin, len(first.secret)) == (KeyOrigin.USER, 32)
-    assert (tmp_path / "hoop" / "ranks.token").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "hoop" / "user.token").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("HOOP_INSECURE", "1")
     assert own_link_key().origin is KeyOrigin.NONE
-    text = new_token()
-    monkeypatch.setenv(RUN_VARIABLE, text)
-    assert own_link_key().secret == Token.parse(text).link_key
     own = new_token()
     monkeypatch.setenv("HOOP_TOKEN", own)
     assert own_link_key().secret == Token.parse(own).link_key

@@ -36,7 +36,6 @@ def environment_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
         "HOOP_TOKEN_FILE",
         "HOOP_HOST",
         "HOOP_INSECURE",
-        "HOOP_RUN_TOKEN",
     ):
         monkeypatch.delenv(name, raising=False)
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.launch.forked import own_coordinator
 from hoop.transport.link_key import key_of_environment
-from hoop.wire.auth import AUTHORITY, CERTIFICATE, KEY, Certificates, find_credentials
+from hoop.wire.auth import find_credentials
+from hoop.wire.certificates import AUTHORITY, CERTIFICATE, KEY, Certificates
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token
 
 
 def test_a_variable_that_is_set_to_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script whose secret is missing sets it to nothing. That must not start a cluster that is open to everybody."""
-    readers: list[Callable[[], object]] = [own_coordinator, key_of_environment]
+    readers: list[Callable[[], object]] = [key_of_environment]
     for name in ("HOOP_TOKEN", "HOOP_TOKEN_FILE", "HOOP_TLS"):
         for value in ("", "  ", "\n"):
             with monkeypatch.context() as environment:
@@ -52,19 +52,3 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name, 0o600)
     with pytest.raises(InvalidArgument, match=r"\.pem: not a regular file"):
         Certificates.load(tmp_path, Role.CLIENT)
-
-
-def test_a_training_makes_a_token_for_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A join token in HOOP_TOKEN is used; a client's, which is for another cluster, is not."""
-    monkeypatch.delenv("HOOP_TOKEN", raising=False)
-    first, second = own_coordinator(), own_coordinator()
-    assert first.credentials.token is not None
-    assert first.credentials.token != second.credentials.token
-    assert first.local_token is not None
-    assert first.local_token.token == first.credentials.token
-    text = new_token()
-    monkeypatch.setenv("HOOP_TOKEN", text)
-    assert own_coordinator().credentials.token == Token.parse(text)
-    assert own_coordinator().local_token is None
-    monkeypatch.setenv("HOOP_TOKEN", Token.parse(text).role_token(Role.CLIENT))
-    assert own_coordinator().credentials.token not in (None, Token.parse(text))

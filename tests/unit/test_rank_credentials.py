@@ -11,8 +11,9 @@ from hoop.errors import InvalidArgument
 from hoop.runs.meeting import rank_credentials
 from hoop.schedulers.base import Placement
 from hoop.topology import Address
+from hoop.wire.private_files import write_private
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, new_token, write_private
+from hoop.wire.tokens import Token, new_token
 
 HERE = Placement("slurm", 1, 2, 1, 2, Address("127.0.0.1", 4021))
 SPREAD = Placement("slurm", 1, 2, 0, 1, Address("n01", 4021))

@@ -48,7 +48,7 @@ def configure(
 ) -> CoordinatorConfig:
     """Builds and checks a coordinator's configuration from the options of ``hoop coordinator`` and ``hoop up``.
 
-    On loopback without credentials and without ``--insecure`` it makes a token, which its user's processes find.
+    On loopback without credentials and without ``--insecure`` it is for processes of its user alone.
     """
     from hoop.membership.heartbeats import DetectorConfig
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
@@ -56,7 +56,7 @@ def configure(
     from hoop.wire.auth import Credentials, find_credentials
     from hoop.wire.channels import default_lease_s
     from hoop.wire.roles import Role
-    from hoop.wire.tokens import LocalToken
+    from hoop.wire.tokens import token_of_user
 
     if lab.count_unit not in COUNT_UNITS:
         raise InvalidArgument(f"--count-unit: {lab.count_unit!r} is not one of {', '.join(COUNT_UNITS)}")
@@ -65,11 +65,12 @@ def configure(
         raise InvalidArgument("--timeout: an operation needs more than 0 s")
     lease_s = default_lease_s(Address(host, port)) if lease is None else parse_duration(lease, "--lease")
     credentials = find_credentials(Role.COORDINATOR, token_file=access.token_file, tls=access.tls)
-    local_token = None
     dialect = options.check_dialect(lab.dialect)
+    open_lab = lab.open or lab.dialect is not None
     if Address(host, port).is_loopback and not credentials.required and not access.insecure:
-        local_token = LocalToken.obtain(port, journal if journal is None or isinstance(journal, Path) else str(journal))
-        credentials = Credentials(Role.COORDINATOR, local_token.token)
+        # A successor on the journal may have another port. Callers that know both call TCP ports, with TLS.
+        succeeded = journal is not None and not open_lab
+        credentials = Credentials(Role.COORDINATOR, token_of_user() if succeeded else None, local=True)
     return CoordinatorConfig(
         host=host,
         port=port,
@@ -79,8 +80,7 @@ def configure(
         detector=DetectorConfig(lease_s=lease_s),
         insecure=access.insecure,
         credentials=credentials,
-        local_token=local_token,
-        lab=lab.open or lab.dialect is not None,
+        lab=open_lab,
         lab_dialect=dialect,
     )
 

@@ -55,7 +55,7 @@ def dashboard(
     """Show a cluster live in the browser: devices, jobs, a timeline of faults and recoveries, events.
 
     The page only shows, unless you give --actions. It is for this machine unless you give --host; then it asks for a
-    client's token of the cluster, or, if you gave none, for a password that this command prints.
+    viewer's token of the cluster, or, if you gave none, for a password that this command prints.
     """
     import hoop
     from hoop.cli.running import Stopping, run_event_loop

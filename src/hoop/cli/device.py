@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,30 +157,16 @@ def _advertised(text: str | None) -> tuple[str, Address | None]:
 async def join_device(config: DeviceConfig, trainer: TrainFunction, stopping: Stopping) -> DeviceServer | None:
     """Starts a device that joins its coordinator; None if a signal came before it had joined.
 
-    On loopback without credentials it waits for the token of this user's coordinator, unless it may be insecure.
+    On loopback without credentials it is a device of this user's own coordinator, unless it may be insecure.
     """
-    from hoop.servers.device import DeviceServer, close_memory, open_memory, wait_for_token
+    from hoop.servers.device import DeviceServer
     from hoop.wire.auth import Credentials
     from hoop.wire.roles import Role
 
-    credentials, coordinator = config.credentials, Addresses(tuple(config.coordinator.addresses))
-    local = Address(config.host, 0).is_loopback and all(one.is_loopback for one in coordinator.addresses)
-    with ExitStack() as opened:
-        # A mistake in --arena, --memory or --accelerator is refused before the wait for a token.
-        memory = open_memory(config)
-        opened.callback(close_memory, memory, config)
-        if local and not credentials.required and not config.insecure:
-            finding = asyncio.ensure_future(wait_for_token(coordinator, config.join_timeout_s))
-            if not await stopping.unless(finding):
-                return None
-            credentials = Credentials(Role.DEVICE, finding.result())
-        server = DeviceServer(
-            replace(config, credentials=credentials),
-            trainer,
-            report=lambda text: typer.echo(text, err=True),
-            memory=memory,
-        )
-        opened.pop_all()
+    on_loopback = all(one.is_loopback for one in (Address(config.host, 0), *config.coordinator.addresses))
+    if on_loopback and not (config.credentials.required or config.insecure or config.advertise):
+        config = replace(config, credentials=Credentials.of_user(Role.DEVICE, config.coordinator))
+    server = DeviceServer(config, trainer, report=lambda text: typer.echo(text, err=True))
     return server if await stopping.unless(asyncio.ensure_future(server.start())) else None
 
 

@@ -173,7 +173,7 @@ Metrics = Annotated[
     typer.Option(
         metavar="[HOST:]PORT",
         help="Serve metrics for Prometheus there (path /metrics); loopback unless you give a host, and beyond it "
-        "for scrapers that send a client's token. 0 picks a free port.",
+        "for scrapers that send a viewer's token. 0 picks a free port.",
     ),
 ]
 Lease = Annotated[

@@ -46,7 +46,7 @@ def up(
         typer.Option(
             metavar="[HOST:]PORT",
             help="Serve metrics for Prometheus: the coordinator's there (path /metrics), device N's at PORT + N. "
-            "Loopback unless you give a host, and beyond it for scrapers that send a client's token. 0 picks free "
+            "Loopback unless you give a host, and beyond it for scrapers that send a viewer's token. 0 picks free "
             "ports.",
         ),
     ] = None,

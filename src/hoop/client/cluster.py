@@ -35,9 +35,9 @@ from hoop.wire.channels import NO_COORDINATOR, STAGING_PREFIX, Backoff, Options,
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.job_settings import check_settings
+from hoop.wire.local_sockets import has_socket
 from hoop.wire.roles import Role
 from hoop.wire.service import device_info, status_of, translate, unreachable, was_cancelled
-from hoop.wire.tokens import find_token
 
 CONNECT_S = 1.0
 """Seconds after which a coordinator that does not refuse a connection counts as slow."""
@@ -149,6 +149,7 @@ class Cluster:
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.address}") from None
+                self._credentials.check_coordinator(self.address)
                 backoff.record_failure(status_of(error))
                 time.sleep(delay)
         raise backoff.timeout_error()
@@ -414,8 +415,8 @@ def connect(
     ``connect_timeout``: seconds to wait for the coordinator's first answer. ``timeout``: seconds of each later call.
 
     A cluster that listens beyond this machine authenticates its callers: give ``token``, or ``tls``, a folder made by
-    ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE, then the token that your own coordinator on
-    this machine has made for itself (SECURITY.md).
+    ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE. Your own coordinator on this machine needs
+    none of them (SECURITY.md).
 
     ``background``: the client follows events in threads beside devices that train, and wakes up for events only. Do not
     use it if the main thread reads a stream: a signal handler would not run until the next event.
@@ -428,14 +429,13 @@ def connect(
     credentials = credentials or find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None)
     if credentials.required:
         return _open(address, connect_timeout, timeout, credentials, background)
-    found = find_token(address)
+    own = Credentials.of_user(Role.CLIENT, address) if has_socket(address) else credentials
     try:
-        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, found), background)
+        return _open(address, connect_timeout, timeout, own, background)
     except Unauthenticated:
-        newer = find_token(address)  # a coordinator that has started meanwhile has written it
-        if newer is None or newer == found:
+        if own.local or not has_socket(address):  # else a coordinator has started meanwhile
             raise
-        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, newer), background)
+        return _open(address, connect_timeout, timeout, Credentials.of_user(Role.CLIENT, address), background)
 
 
 def _open(

@@ -23,9 +23,7 @@ from bokeh.server.auth_provider import AuthProvider
 from bokeh.util.token import check_token_signature
 from tornado.web import HTTPError, RequestHandler
 
-from hoop.errors import InvalidArgument
 from hoop.topology import Address
-from hoop.wire.roles import Role
 from hoop.wire.tokens import Token
 
 COOKIE = "hoop_dashboard"
@@ -62,7 +60,7 @@ input, button {{ font: inherit; width: 100%; box-sizing: border-box; margin: .4e
 
 @dataclass(frozen=True)
 class Login:
-    """How a user logs in: with a client's token of the cluster, or with a password that this process has made."""
+    """How a user logs in: with a viewer's token of the cluster, or with a password that this process has made."""
 
     token: Token | None = None
     password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
@@ -74,31 +72,21 @@ class Login:
     def label(self) -> str:
         if self.token is None:
             return "Password, which hoop dashboard has printed"
-        return "Client's token of the cluster (hoop token FILE --role client)"
+        return "Viewer's token of the cluster (hoop token FILE --role viewer)"
 
     def accepts(self, text: str) -> bool:
         """Whether this text is the token or the password. Compares in constant time."""
         text = text.strip()[:MAX_TOKEN]
         if self.token is None:
             return hmac.compare_digest(text.encode(), self.password.encode())
-        if Role.CLIENT not in self.token.secrets:
-            return False
-        expected = f"hoop-client-{self.token.secrets[Role.CLIENT]}"
-        return hmac.compare_digest(text.encode(), expected.encode())
+        return self.token.is_viewer(text)
 
     def accepts_admin(self, text: str) -> bool:
         """Whether this text is an administrator's: the join token of the cluster, or the printed password."""
         text = text.strip()[:MAX_TOKEN]
         if hmac.compare_digest(text.encode(), self.admin_password.encode()):
             return True
-        if self.token is None or not self.token.is_join:
-            return False
-        try:
-            given = Token.parse(text)
-        except InvalidArgument:
-            return False
-        secret = given.secrets[Role.COORDINATOR] if given.is_join else ""
-        return hmac.compare_digest(secret.encode(), self.token.secrets[Role.COORDINATOR].encode())
+        return self.token is not None and self.token.is_join(text)
 
 
 def allowed_hosts(address: Address, extra: Iterable[str] = ()) -> frozenset[str]:

@@ -37,7 +37,7 @@ from hoop.errors import DeadlineExceeded, FailedPrecondition
 from hoop.job_events import Emit
 from hoop.launch.forked import start_coordinator
 from hoop.servers.coordinator_service import CoordinatorServer
-from hoop.servers.device import DeviceServer, wait_for_token
+from hoop.servers.device import DeviceServer
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
@@ -162,8 +162,7 @@ class Run:
             if cluster.size == 1:
                 config = replace(config, coordinator=address)
         if not config.credentials.required:
-            token = await wait_for_token(Addresses(tuple(config.coordinator.addresses)), config.join_timeout_s)
-            config = replace(config, credentials=Credentials(Role.DEVICE, token))
+            config = replace(config, credentials=Credentials(Role.DEVICE, local=True))
         server = DeviceServer(config, self._train)
         try:
             await server.start()
@@ -206,7 +205,7 @@ class Run:
         Raises if the run ends, or does not begin, while this device waits for it.
         """
         deadline = time.monotonic() + MEET_TIMEOUT_S
-        with connect(address, credentials=Credentials(Role.CLIENT, credentials.token)) as client:
+        with connect(address, credentials=credentials.for_role(Role.CLIENT)) as client:
             if self._cluster.starts_job:
                 self._start_job(client)
             while not self._began.wait(LOOK_S) and not self._over.is_set():

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hoop.launch.forked import meeting_coordinator
+from hoop.launch.forked import meeting_coordinator, own_coordinator
 from hoop.launch.rank_processes import RESTART_COUNT
 from hoop.launch.run_coordinator import COORDINATOR
-from hoop.membership.heartbeats import DetectorConfig
 from hoop.resources import TRAINING, largest_arena
 from hoop.runs.meeting import rank_credentials, rank_device
 from hoop.schedulers.base import Placement
@@ -22,9 +21,7 @@ from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.device import DeviceConfig
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import LOCAL_LEASE_S
 from hoop.wire.roles import Role
-from hoop.wire.tokens import RUN_VARIABLE, Token, new_token
 
 MEET = "HOOP_MEET"
 """Environment variable with the meeting point, where the scheduler does not name one; the same as for ``hoop
@@ -61,12 +58,11 @@ def find_cluster(environ: Mapping[str, str], memory: int | None, on: str | None 
     ``on``: name of the scheduler, as in ``hoop train --on``; None: it is detected.
     """
     if COORDINATOR in environ:
-        token = Token.parse(environ[RUN_VARIABLE], RUN_VARIABLE)
         device = DeviceConfig(
             Address.parse(environ[COORDINATOR], COORDINATOR),
             memory or largest_arena(int(environ["LOCAL_WORLD_SIZE"]), TRAINING),
             grows=memory is None,
-            credentials=Credentials(Role.DEVICE, token),
+            credentials=Credentials(Role.DEVICE, local=True),
         )
         restarted = environ.get(RESTART_COUNT, "0") != "0"
         return RunCluster(int(environ["RANK"]), int(environ["WORLD_SIZE"]), None, device, restarted)
@@ -76,15 +72,12 @@ def find_cluster(environ: Mapping[str, str], memory: int | None, on: str | None 
 
 
 def _alone(memory: int | None) -> RunCluster:
-    token = Token.parse(new_token())
-    coordinator = CoordinatorConfig(
-        detector=DetectorConfig(lease_s=LOCAL_LEASE_S), credentials=Credentials(Role.COORDINATOR, token)
-    )
+    coordinator = own_coordinator()
     device = DeviceConfig(
         Address("127.0.0.1", 0),
         memory or largest_arena(1, TRAINING),
         grows=memory is None,
-        credentials=Credentials(Role.DEVICE, token),
+        credentials=coordinator.credentials.for_role(Role.DEVICE),
     )
     return RunCluster(0, 1, coordinator, device)
 
@@ -95,6 +88,6 @@ def _scheduled(placement: Placement, memory: int | None) -> RunCluster:
     coordinator = None
     if placement.rank == 0:
         coordinator = meeting_coordinator(point, credentials)
-        credentials = Credentials(Role.DEVICE, coordinator.credentials.token)
+        credentials = coordinator.credentials.for_role(Role.DEVICE)
     device = rank_device(placement, memory, credentials, MEET_TIMEOUT_S)
     return RunCluster(placement.rank, placement.world_size, coordinator, device)

@@ -43,7 +43,6 @@ from hoop.topology import Address, PortRange
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import LOCAL_LEASE_S
 from hoop.wire.roles import Role
-from hoop.wire.tokens import LocalToken, Token, environment_value
 
 STOP = b"s"
 START_S = 30.0
@@ -224,8 +223,6 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
         ends = [asyncio.ensure_future(wait) for wait in (parent_ended.wait(), server.coordinator.wait_failed())]
         await asyncio.wait(ends, return_when="FIRST_COMPLETED")
         await server.stop()
-        if config.local_token is not None:  # no device lives on
-            config.local_token.withdraw()
 
     asyncio.run(run())
 
@@ -336,44 +333,27 @@ class ForkedConfig:
     @property
     def client_credentials(self) -> Credentials:
         """The credentials of a client of this cluster in a process forked from this one."""
-        return Credentials(Role.CLIENT, self.coordinator.credentials.token)
+        return self.coordinator.credentials.for_role(Role.CLIENT)
 
 
 def own_coordinator() -> CoordinatorConfig:
-    """A coordinator whose token keeps other users of this machine out: the join token in HOOP_TOKEN, or a new one.
-
-    The other processes are forked and have it. HOOP_TOKEN may hold a client's token for another cluster; that one is
-    not used here.
-    """
-    text = environment_value("HOOP_TOKEN")
-    token, local = (Token.parse(text, "HOOP_TOKEN") if text else None), None
-    if token is None or not token.is_join:
-        local = LocalToken(required=False)
-        token = local.token
+    """A coordinator for processes of this user on this machine."""
     return CoordinatorConfig(
-        detector=DetectorConfig(lease_s=LOCAL_LEASE_S),
-        credentials=Credentials(Role.COORDINATOR, token),
-        local_token=local,
+        detector=DetectorConfig(lease_s=LOCAL_LEASE_S), credentials=Credentials(Role.COORDINATOR, local=True)
     )
 
 
 def meeting_coordinator(point: Address, credentials: Credentials) -> CoordinatorConfig:
     """The coordinator of rank 0, at the meeting point of a run that a scheduler started.
 
-    On loopback without a token it makes one, which the other ranks, processes of the same user, find by the port.
+    On loopback without a token the other ranks, processes of the same user, find it by the port.
     """
     if not point.is_loopback:
         return CoordinatorConfig(host=wildcard_towards(point.host), port=point.port, credentials=credentials)
-    local = None
     if not credentials.required:
-        local = LocalToken.obtain(point.port)
-        credentials = Credentials(Role.COORDINATOR, local.token)
+        credentials = Credentials(Role.COORDINATOR, local=True)
     return CoordinatorConfig(
-        host=point.host,
-        port=point.port,
-        detector=DetectorConfig(lease_s=LOCAL_LEASE_S),
-        credentials=credentials,
-        local_token=local,
+        host=point.host, port=point.port, detector=DetectorConfig(lease_s=LOCAL_LEASE_S), credentials=credentials
     )
 
 
@@ -461,7 +441,7 @@ def run_head(prepare: Callable[[], ForkedConfig], head: Head, pipes: HeadPipes) 
         address = replace(listening, host=_LOOPBACK[listening.host]) if listening.is_wildcard else listening
         host = listening.host if listening.is_wildcard else DeviceConfig.host
         for device_id in range(1, config.devices + 1):
-            credentials = Credentials(Role.DEVICE, config.coordinator.credentials.token)
+            credentials = config.coordinator.credentials.for_role(Role.DEVICE)
             device = DeviceConfig(
                 config.join or address,
                 memory=config.memory,

@@ -168,8 +168,7 @@ class LocalCluster:
                 process.kill()
                 await exited
             remove_arenas(process.pid)
-        ended = set(self._devices)
         self._devices.clear()
         self._dashboard = None
         self._mps.close()
-        await self._server.stop(ended)
+        await self._server.stop()

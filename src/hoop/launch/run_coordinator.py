@@ -13,18 +13,16 @@ from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import LOCAL_LEASE_S
 from hoop.wire.roles import Role
-from hoop.wire.tokens import RUN_VARIABLE, Token, new_token
 
 COORDINATOR = "HOOP_RUN_COORDINATOR"
-"""Environment variable of the ranks with the coordinator's address; its token is in RUN_VARIABLE."""
+"""Environment variable of the ranks with the coordinator's address."""
 START_TIMEOUT_S = 60.0
 
 
 class RunCoordinator:
-    """A coordinator on loopback with a token of its own. A context manager."""
+    """A coordinator on loopback for processes of this user. A context manager."""
 
     def __init__(self) -> None:
-        self._token = new_token()
         self._started, self._ending = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="hoop-run-coordinator", daemon=True)
@@ -52,14 +50,14 @@ class RunCoordinator:
             self._started.set()
 
     async def _run(self) -> None:
-        credentials = Credentials(Role.COORDINATOR, Token.parse(self._token))
+        credentials = Credentials(Role.COORDINATOR, local=True)
         server = CoordinatorServer(
             CoordinatorConfig(
                 detector=DetectorConfig(lease_s=LOCAL_LEASE_S), credentials=credentials, command="hoop run"
             )
         )
         address = await server.start()
-        self.variables = {COORDINATOR: str(address), RUN_VARIABLE: self._token}
+        self.variables = {COORDINATOR: str(address)}
         self._started.set()
         ends = [asyncio.to_thread(self._ending.wait), server.coordinator.wait_failed()]
         await asyncio.wait(map(asyncio.ensure_future, ends), return_when="FIRST_COMPLETED")

@@ -37,7 +37,7 @@ DISMISSED_AT_ONCE = 32
 def rank_credentials(placement: Placement, token_file: Path | None = None) -> Credentials:
     """The credentials of this rank; without credentials only if all ranks are processes of this user on this host."""
     found = find_credentials(Role.DEVICE if placement.rank else Role.COORDINATOR, token_file=token_file)
-    if found.certificates is not None:
+    if found.given is not None:
         raise InvalidArgument(
             "HOOP_TLS: ranks that a scheduler started use a token, not certificates (HOOP_TOKEN_FILE)"
         )

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -39,10 +39,10 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.local_sockets import remove_stale
 from hoop.wire.repeated_calls import FIRST_PAUSE_S, MAX_PAUSE_S, make_repeatable
 from hoop.wire.roles import Role
 from hoop.wire.service import OnRefused, connection_broke, status_of, translate, unreachable
-from hoop.wire.tokens import LocalToken, forget
 
 log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")
@@ -92,8 +92,6 @@ class CoordinatorConfig:
     """Maximum number of jobs that run at the same time."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
-    local_token: LocalToken | None = None
-    """The token in ``credentials``, if the coordinator made it; other processes of its user find it there."""
     lab: bool = False
     """Whether the lab's calls are open to callers without a token."""
     metrics: Address | None = None
@@ -123,7 +121,7 @@ class Coordinator:
         self.access_order = AccessOrder()
         """Order of the collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
-        self._processes = DeviceProcesses(self._on_process_seen, config.credentials.certificates is not None)
+        self._processes = DeviceProcesses(self._on_process_seen, config.credentials.encrypted)
         self._probing: set[int] = set()
         self._asking: set[str] = set()
         """Incarnations of the devices about which witnesses are being asked."""
@@ -340,7 +338,6 @@ class Coordinator:
             services,
             self.config.max_message,
             CallerCheck(self.config.credentials, self.config.lab, on_lab_refused),
-            self._publish_token,
         )
         self.address = self._server.address
         self.in_background(self._watch_server(self._server))
@@ -348,20 +345,6 @@ class Coordinator:
         self.in_background(self._tick_forever())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
         return self.address
-
-    def _publish_token(self, address: Address) -> None:
-        """Writes the token for this user's commands, or removes the one of an earlier coordinator at this port."""
-        if self.config.local_token is not None:
-            self.config.local_token.publish(address.port)
-        elif address.is_loopback:
-            forget(address.port)
-
-    def _withdraw_token(self, ended: Collection[int]) -> None:
-        """Removes the token's file. It stays if devices live on that only a successor with this token may call."""
-        local = self.config.local_token
-        living = [key for key, one in self.state.members.items() if one.usable and key not in ended]
-        if local is not None and (local.kept or not living):
-            local.withdraw()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -382,9 +365,9 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def stop(self, ended: Collection[int] = ()) -> None:
-        """``ended``: devices that may have had no time to leave, but whose processes have ended."""
-        self._withdraw_token(ended)
+    async def stop(self) -> None:
+        if self.config.credentials.local:  # of devices that were killed
+            remove_stale(one.info.address.port for one in self.state.members.values())
         if self._server is not None:
             await self._server.stop(grace=0.2)
         tasks = list(self._tasks)

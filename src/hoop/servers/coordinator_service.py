@@ -260,9 +260,8 @@ class CoordinatorServer:
         self._join_check.start()
         return address
 
-    async def stop(self, ended: Collection[int] = ()) -> None:
-        """``ended``: devices whose processes have ended."""
+    async def stop(self) -> None:
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.stop)
-        await self.coordinator.stop(ended)
+        await self.coordinator.stop()
         await self._join_check.close()  # last: no task of the coordinator uses it any more

@@ -1,8 +1,4 @@
-"""A device server: an arena, its transports, and the gRPC services that use them.
-
-``hoop device`` calls ``wait_for_token`` first if it was given no credentials, so that no device listens without
-authentication by default.
-"""
+"""A device server: an arena, its transports, and the gRPC services that use them."""
 
 from __future__ import annotations
 
@@ -18,9 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
-
-import grpc
+from typing import TYPE_CHECKING
 
 from hoop.environment import processor, versions
 from hoop.errors import (
@@ -29,7 +23,6 @@ from hoop.errors import (
     InvalidArgument,
     OutOfMemory,
     ResourceExhausted,
-    Unauthenticated,
 )
 from hoop.host_processes import own_process
 from hoop.memory import Arena, DeviceMemory
@@ -53,18 +46,14 @@ from hoop.transport.port_check import PortCheck
 from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff, channel_options, default_lease_s
-from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.channels import MAX_MESSAGE_BYTES
 from hoop.wire.roles import Role
-from hoop.wire.service import Receiving, handlers, status_of, translate, unreachable
-from hoop.wire.tokens import Token, find_token, runtime_folder
+from hoop.wire.service import Receiving, handlers
 
 if TYPE_CHECKING:
     from hoop.servers.metrics_endpoint import MetricsEndpoint
 
 log = logging.getLogger("hoop.servers")
-TOKEN_CALL_S = 5.0
 UNREAD_RESULT_S = 10.0
 """Seconds that a device that leaves waits for a client to read what its jobs have trained."""
 ID_LABEL = "device_id"
@@ -123,19 +112,15 @@ class DeviceServer:
         config: DeviceConfig,
         trainer: TrainFunction | None = None,
         report: Callable[[str], None] = lambda _: None,
-        memory: DeviceMemory | None = None,
     ) -> None:
-        """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave.
-
-        ``memory``: of ``open_memory``, which is called here without it. The device closes it.
-        """
+        """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave."""
         check_exposure(Address(config.host, 0), config.credentials, config.insecure, config.lab)
         if config.metrics is not None:
             check_metrics(config.metrics, config.credentials, config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
-        self._memory = open_memory(config) if memory is None else memory
+        self._memory = open_memory(config)
         self._arena = self._memory.host if isinstance(self._memory, GpuMemory) else self._memory
         try:
             self._transport = _open_transport(config)
@@ -238,12 +223,7 @@ class DeviceServer:
                 handlers(lab_device.DEVICE_SERVICE, self._lab, receiving, self._reports.refused),
                 handlers(device_service.SERVICE, self._service, receiving),
             )
-            check = CallerCheck(
-                self.config.credentials,
-                self.config.lab,
-                self._reports.refused,
-                advertised=lambda: (self._service.info or self._info).address,
-            )
+            check = CallerCheck(self.config.credentials, self.config.lab, self._reports.refused)
             self._server = await serve(
                 Address(self.config.host, 0),
                 services,
@@ -410,41 +390,3 @@ def _check_memory(size: int, folder: Path) -> None:
         if in_memory(folder):
             raise ResourceExhausted(f"{shortage}, or a file on a disk with --arena")
         log.warning("%s: training will read and write the disk all the time", shortage)
-
-
-async def wait_for_token(coordinator: Addresses, timeout_s: float) -> Token:
-    """The token that this user's coordinator at a loopback address has written; waits until it is up.
-
-    Raises if the coordinator answers and there is none: it is another user's, has credentials, or is open to everybody.
-    """
-    backoff = Backoff("the coordinator", coordinator, timeout_s)
-    if (token := find_token(coordinator)) is not None:
-        return token
-    options = channel_options(default_lease_s(coordinator))
-    async with Credentials(Role.DEVICE).aio_channel(coordinator, Role.COORDINATOR, options) as channel:
-        stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(channel))
-        for delay in backoff.delays():
-            try:
-                await stub.GetStatus(pb.GetStatusRequest(), timeout=TOKEN_CALL_S)
-            except grpc.RpcError as error:
-                if (token := find_token(coordinator)) is not None:  # written before the first call is answered
-                    return token
-                if not unreachable(error):
-                    if isinstance(translate(error), Unauthenticated):
-                        raise _no_token(coordinator) from None
-                    raise translate(error, f"the coordinator at {coordinator}") from None
-                backoff.record_failure(status_of(error))
-                await asyncio.sleep(delay)
-            else:
-                raise FailedPrecondition(
-                    f"the coordinator at {coordinator} accepts every caller (--insecure), and has no token for its "
-                    "devices; start this device with --insecure too, or the coordinator without"
-                )
-    raise backoff.timeout_error()
-
-
-def _no_token(coordinator: Addresses) -> Unauthenticated:
-    return Unauthenticated(
-        f"the coordinator at {coordinator} authenticates its callers, and {runtime_folder()} has no token for it: it "
-        "has one from a file, or is another user's; give its token with --token-file FILE, or HOOP_TOKEN"
-    )

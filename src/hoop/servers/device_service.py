@@ -120,11 +120,12 @@ class DeviceService:
             at = pb.Location()
             at.CopyFrom(location)
             at.offset += written
-            address = locate(self._memory, at, len(request.data))
-            access = self._runner.order_access("Write", address, len(request.data), True, ordered)
+            data = request.data  # each look at the field copies it
+            address = locate(self._memory, at, len(data))
+            access = self._runner.order_access("Write", address, len(data), True, ordered)
             await access.wait_turn(MAX_TIMEOUT_S)
-            self._memory.write(address, request.data)
-            written += len(request.data)
+            self._memory.write(address, data)
+            written += len(data)
         if location is None:
             raise InvalidArgument("location: the stream ended before its first message")
         return pb.WriteResponse(bytes=written)

@@ -47,12 +47,13 @@ from hoop.membership.heartbeats import DetectorConfig
 from hoop.membership.journal import Entry, decode, encode, restore, snapshot
 from hoop.membership.state import State
 from hoop.topology import Addresses
-from hoop.wire.auth import AUTHORITY, CERTIFICATE, KEY, grpc_target
+from hoop.wire.auth import grpc_target
+from hoop.wire.certificates import AUTHORITY, CERTIFICATE, KEY
 from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
 from hoop.wire.generated import etcd_pb2 as pb
 from hoop.wire.generated import etcd_pb2_grpc as pb_grpc
+from hoop.wire.private_files import check_private
 from hoop.wire.service import unreachable
-from hoop.wire.tokens import check_private
 
 TRY_S = 1.0
 """Timeout of one endpoint in seconds, before the next is tried."""

@@ -25,6 +25,7 @@ from hoop.texts import printable
 from hoop.topology import Address, Addresses, PortRange
 from hoop.wire.auth import LAB_SERVICES, Credentials, Guard
 from hoop.wire.channels import server_options
+from hoop.wire.local_sockets import LocalSocket, remove_stale
 from hoop.wire.service import OnRefused
 
 log = logging.getLogger("hoop.servers")
@@ -47,20 +48,15 @@ def check_exposure(address: Address, credentials: Credentials, insecure: bool, l
 
     ``lab``: the lab's calls need no authentication.
     """
-    if lab and credentials.certificates is not None:
-        raise InvalidArgument("--lab: with certificates no caller connects without one; leave out --lab, or --tls")
-    if address.is_loopback or (credentials.required and not lab):
+    if lab and credentials.encrypted:
+        raise InvalidArgument(
+            "--lab: with a token or certificates no caller connects without them, and the lab's programs have none; "
+            "leave out --lab, or --tls, --token-file, HOOP_TOKEN, HOOP_TOKEN_FILE and HOOP_TLS (beyond 127.0.0.1 with "
+            "--insecure, on a network you trust)"
+        )
+    if address.is_loopback or credentials.encrypted:
         return
     where = f"{address.host} can be reached from other machines"
-    if credentials.required:
-        if not insecure:
-            raise InvalidArgument(
-                f"--lab: {where}, and the lab's calls read and write devices' memory without a token; use 127.0.0.1, "
-                "leave out --lab (the lab's programs then send a client's token), or add --insecure on a network you "
-                "trust"
-            )
-        log.warning("insecure: %s, and callers of the lab's protocol are not authenticated (SECURITY.md)", where)
-        return
     if not insecure:
         raise InvalidArgument(
             f"host: {where}, and any caller can run jobs here; authenticate callers with a token "
@@ -76,32 +72,29 @@ class CallerCheck:
 
     credentials: Credentials
     lab: bool
-    """The lab's calls need no token."""
+    """The lab's calls need no authentication."""
     on_lab_refused: OnRefused
-    """Called for the lab's calls that are refused for want of a token."""
-    advertised: Callable[[], Address] | None = None
-    """The address of a device by which callers know it, as soon as it is known; None for a coordinator."""
+    """Called for the lab's calls that are refused for want of it."""
 
     def interceptors(self) -> tuple[Guard, ...]:
-        known = self.advertised
-        return self.credentials.interceptors(
-            None if known is None else lambda: str(known()),
-            LAB_SERVICES if self.lab else frozenset[str](),
-            self.on_lab_refused,
-        )
+        return self.credentials.interceptors(LAB_SERVICES if self.lab else frozenset[str](), self.on_lab_refused)
 
 
 class Server:
     """A running gRPC server. If it ends by itself, another one takes its place at the same port."""
 
     def __init__(
-        self, start: Callable[[Address], Awaitable[grpc.aio.Server]], first: grpc.aio.Server, address: Address
+        self,
+        start: Callable[[Address], Awaitable[grpc.aio.Server]],
+        first: grpc.aio.Server,
+        address: Address,
+        on_stopped: Callable[[], None],
     ) -> None:
         """``start`` starts a server at this address, ``first`` is the one that runs."""
         self.address = address
         self.restarts = 0
         """How often the server has ended by itself, and listened again."""
-        self._start, self._server = start, first
+        self._start, self._server, self._on_stopped = start, first, on_stopped
         self._failure: asyncio.Future[HoopError] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.ensure_future(self._listen_again_at_each_end())
 
@@ -113,6 +106,7 @@ class Server:
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         await self._server.stop(grace)
+        self._on_stopped()
 
     async def _listen_again_at_each_end(self) -> None:
         while True:
@@ -152,7 +146,6 @@ async def serve(
     services: Sequence[Any],
     max_message: int,
     check: CallerCheck,
-    on_bound: Callable[[Address], None] = lambda _: None,
     ports: PortRange | None = None,
 ) -> Server:
     """Starts a server. Its ``address`` has the port; port 0 picks a free one.
@@ -160,30 +153,39 @@ async def serve(
     ``ports``: in place of the port in ``address``; the first that is free.
 
     Its connections take at most half of the open files of this process, so that callers cannot use up what devices,
-    links and files need. ``on_bound`` is called with the address when the port is this process's, before the first call
-    is answered.
+    links and files need. With local credentials it listens at this user's socket for the port too.
     """
     raise_descriptor_limit(OPEN_FILES)
     limit = descriptor_limit()
     options = server_options(max_message, None if limit is None else limit // 2)
-    interceptors = check.interceptors()  # of all servers in turn: callers' challenges stay valid
-    bound = address
+    interceptors = check.interceptors()
+    bound, local = address, LocalSocket() if check.credentials.local else None
+
+    def on_stopped() -> None:
+        if local is not None:
+            local.withdraw()
 
     async def start(at: Address, ports: PortRange | None = None) -> grpc.aio.Server:
-        nonlocal bound
+        nonlocal bound, local
         server = grpc.aio.server(options=options, interceptors=interceptors)
         server.add_generic_rpc_handlers(tuple(services))
         try:
             bound = _listen(server, at, ports or PortRange(at.port, at.port), check.credentials)
-            on_bound(bound)
+            if local is not None:
+                local = LocalSocket()
+                server.add_insecure_port(local.target)
+                local.publish(bound.port)
+            elif bound.is_loopback or bound.is_wildcard:
+                remove_stale([bound.port])
         except BaseException:
             await server.stop(None)
+            on_stopped()
             raise
         await server.start()
         return server
 
     first = await start(address, ports)
-    return Server(start, first, bound)
+    return Server(start, first, bound, on_stopped)
 
 
 def _listen(server: grpc.aio.Server, address: Address, ports: PortRange, credentials: Credentials) -> Address:

@@ -81,6 +81,7 @@ class HeartbeatClient:
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.coordinator}") from None
+                await asyncio.to_thread(self._credentials.check_coordinator, self.coordinator)
                 backoff.record_failure(status_of(error))
                 await asyncio.sleep(delay)
                 continue

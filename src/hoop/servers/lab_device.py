@@ -203,7 +203,7 @@ class LabDevice:
             for at in range(0, stream.size, STREAM_CHUNK_BYTES):
                 yield lab.DataChunk(data=self._streams.read(stream, at, STREAM_CHUNK_BYTES))
 
-        # An address that a client named gets no credentials.
+        # An address that a client named is called without credentials, and at no socket of this user's.
         credentials = self._credentials if own_rank is None else Credentials(Role.DEVICE)
         try:
             await stream.wait_turn()

@@ -7,8 +7,8 @@ Nothing is collected between scrapes: a collector reads the server's state when 
 ``device_metrics``). The event loop and the training thread take no part in a scrape, so a scraper that is slow or dead
 occupies one of the four threads and nothing else; a fifth connection is closed.
 
-On loopback every user of the machine may scrape. Beyond it the scraper sends a client's token
-(``Authorization: Bearer …``; ``hoop token FILE --role client``). This module imports prometheus-client, an extra:
+On loopback every user of the machine may scrape. Beyond it the scraper sends a viewer's token
+(``Authorization: Bearer …``; ``hoop token FILE --role viewer``). This module imports prometheus-client, an extra:
 ``servers.metrics_options`` is what other modules import.
 """
 
@@ -142,7 +142,7 @@ class MetricsEndpoint:
     """Serves the metrics of one collector at an address, from ``start`` to ``stop``."""
 
     def __init__(self, address: Address, collector: Collector, token: Token | None = None) -> None:
-        """``token``: scrapers send a client's token of this cluster; None: they need none.
+        """``token``: scrapers send a viewer's token of this cluster; None: they need none.
 
         The registry is this endpoint's own: several servers in one process do not mix.
         """
@@ -188,8 +188,8 @@ class MetricsEndpoint:
             return _refuse(start_response, "404 Not Found", f"only {PATH} is here")
         if self._token is not None:
             scheme, _, presented = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
-            if scheme.lower() != "bearer" or not self._token.is_client(presented.strip()):
-                text = "send 'Authorization: Bearer TOKEN' with what `hoop token FILE --role client` wrote"
+            if scheme.lower() != "bearer" or not self._token.is_viewer(presented.strip()):
+                text = "send 'Authorization: Bearer TOKEN' with what `hoop token FILE --role viewer` wrote"
                 return _refuse(start_response, "401 Unauthorized", text, ("WWW-Authenticate", "Bearer"))
         elif self.address.is_loopback and not _names_loopback(str(environ.get("HTTP_HOST", ""))):
             # A web page whose host name was made to point here must not read it through the user's browser.

@@ -1,7 +1,6 @@
 """The key with which the ranks of one program prove their links to each other, where no cluster gives them one.
 
     HOOP_TOKEN, HOOP_TOKEN_FILE    a token of the user's: the ranks may be on several machines
-    HOOP_RUN_TOKEN                 the token that ``hoop run`` has made for its ranks
     HOOP_INSECURE=1                no key: every process that reaches a port of a rank can be its peer
     otherwise                      the user's token on this machine (``wire.tokens.token_of_user``)
 
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hoop.wire.tokens import RUN_VARIABLE, Token, environment_value, token_of_user
+from hoop.wire.private_files import environment_value
+from hoop.wire.tokens import Token, token_of_user
 
 
 class KeyOrigin(StrEnum):
@@ -59,8 +59,6 @@ def key_of_environment() -> bytes:
         key = Token.parse(text, "HOOP_TOKEN").link_key
     elif path := environment_value("HOOP_TOKEN_FILE"):
         key = Token.read(Path(path)).link_key
-    if not key and (text := environment_value(RUN_VARIABLE)):
-        key = Token.parse(text, RUN_VARIABLE).link_key
     return key
 
 

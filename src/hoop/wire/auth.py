@@ -1,23 +1,23 @@
 """Authentication of gRPC calls: the credentials of a process, and the check of every call to a server.
 
-``Credentials`` are a token, certificates, or nothing. They open every channel between Hoop's processes and every
-server port; nothing else opens one. ``Guard`` checks each call before its message is read. With a token the metadata
-``authorization`` has a proof of the caller's role for this call (``proofs``); other programs send a client's token
-instead, ``Bearer …``. With certificates the TLS connection identifies the caller. Access is denied by default: a method
-that is missing from the table of roles cannot be called.
+``Credentials`` open every channel between Hoop's processes and every server port:
 
-A certificate names a role, not a host: the common name is the role (``device``), and callers expect the server name
-``device.hoop``. The files can therefore be copied to any machine, and a device's certificate is not accepted as the
-coordinator's. ``hoop certs`` makes them.
+    local            Unix sockets, in a folder of this user alone (``local_sockets``): the kernel proves both ends
+    token, or tls    mutual TLS with certificates of roles (``certificates``): neither end talks to another cluster
+    none             plaintext, for ``--insecure`` and the lab's protocol
+
+``Guard`` checks each call before its message is read. Access is denied by default: a method that is missing from the
+table of roles cannot be called.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,185 +26,79 @@ import grpc
 
 from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address, Addresses
+from hoop.wire.certificates import Certificates, certificate_name
 from hoop.wire.channels import Options
-from hoop.wire.proofs import (
-    ANSWER_KEY,
-    ASK_PATH,
-    CHALLENGE_KEY,
-    COORDINATOR_TARGET,
-    HEADER,
-    SCHEME,
-    ProofResult,
-    ProvedChannel,
-    Prover,
-    Verifier,
-)
+from hoop.wire.local_sockets import has_socket, socket_path, socket_target
+from hoop.wire.private_files import environment_value
 from hoop.wire.roles import ALLOWED, Role
-from hoop.wire.service import ERROR_CLASS_KEY, PROVED_DIGEST, OnRefused, host_of
-from hoop.wire.tokens import Token, environment_value, read_credential
+from hoop.wire.service import ERROR_CLASS_KEY, OnRefused, host_of
+from hoop.wire.tokens import Token, token_of_user
 
-AUTHORITY, CERTIFICATE, KEY, LINK_KEY = "ca.pem", "cert.pem", "key.pem", "links.key"
-"""File names in a role's folder; only devices have ``links.key``."""
-_MAX_FILE_BYTES = 1 << 20
-
-
-def certificate_name(role: Role) -> str:
-    """The server name that a caller expects in the certificate of a server with this role."""
-    return f"{role}.hoop"
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """The TLS files of one role."""
-
-    authority: bytes
-    certificate: bytes
-    key: bytes = field(repr=False)
-    link_key: bytes = field(default=b"", repr=False)
-    """Key that authenticates data links."""
-
-    @classmethod
-    def load(cls, folder: Path, role: Role) -> Certificates:
-        """Load from a role's folder, or from the output folder of ``hoop certs``, which has one folder a role."""
-        folder = folder / role if (folder / role).is_dir() else folder
-
-        def content(name: str) -> bytes:
-            try:
-                return read_credential(folder / name, _MAX_FILE_BYTES, private=name in (KEY, LINK_KEY))
-            except OSError as error:
-                raise NotFound(
-                    f"--tls {folder}: {name}: {error.strerror}; make a folder a role with: hoop certs DIR"
-                ) from None
-
-        link_key = b""
-        if role is Role.DEVICE:
-            text = content(LINK_KEY).strip()
-            if not re.fullmatch(rb"[0-9a-f]{64}", text):
-                raise InvalidArgument(f"{folder / LINK_KEY}: not a key; make the certificates again: hoop certs DIR")
-            link_key = bytes.fromhex(text.decode())
-        return cls(content(AUTHORITY), content(CERTIFICATE), content(KEY), link_key)
-
-
-_AUTH_HELP = (
-    "give the cluster's with --token-file FILE or HOOP_TOKEN; other programs send the metadata "
-    "'authorization: Bearer TOKEN' with what `hoop token FILE --role client` wrote (SECURITY.md)"
-)
 LAB_SERVICES = frozenset({"gpu_sim.GPUCoordinator", "gpu_sim.GPUDevice"})
 """The lab's protocol, which has no tokens: ``--lab`` opens it to callers without one."""
+_LOCAL_HELP = (
+    "this server answers processes of its own user on this machine, at its socket; for others start it with a token "
+    "(hoop token FILE, then --token-file FILE everywhere; SECURITY.md)"
+)
 _LAB_HELP = "; or open the lab's calls, and no others, to every caller with --lab (hoop up, coordinator, device)"
+_AUTH_HELP = "give the cluster's token with --token-file FILE or HOOP_TOKEN, or its certificates with --tls DIR"
+_UNIX = "unix:"
+"""Beginning of gRPC's name of a peer at a Unix socket."""
+_PROBE_S = 2.0
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """A server interceptor that checks every call against the table of roles."""
 
-    def __init__(
-        self,
-        token: Token | None,
-        role: Role,
-        target: Callable[[], str],
-        open_services: frozenset[str] = frozenset(),
-        on_refused: OnRefused | None = None,
-    ) -> None:
-        """``token`` None: callers are identified by their certificate. ``role`` and ``target`` are the server's.
-
-        ``open_services`` need no token. ``on_refused`` is called for every call of the lab's that is refused.
-        """
-        self._token = token
-        self._verifier = Verifier(token, role, target) if token is not None else None
+    def __init__(self, open_services: frozenset[str] = frozenset(), on_refused: OnRefused | None = None) -> None:
+        """``open_services`` need no authentication. ``on_refused`` is called for every call of the lab's that is
+        refused."""
         self._open_services = open_services
         self._on_refused = on_refused
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        if self._token is None or self._verifier is None:
-            return _with_certificate(details.method, await continuation(details))
-        of_lab = _service(details.method) in LAB_SERVICES
-        if _service(details.method) in self._open_services:
-            return await continuation(details)
-        found = [str(value) for key, value in details.invocation_metadata or () if key == HEADER]
-        scheme, _, presented = (found or [""])[0].partition(" ")
-        verdict, role = ProofResult(problem="this token is not of this cluster"), None
-        if scheme == SCHEME:
-            verdict = self._verifier.check(details.method, presented)
-            role = Role(verdict.proof.role) if verdict.proof is not None else None
-        elif scheme == "Bearer" and self._token.is_client(presented.strip()):
-            role = Role.CLIENT
-        try:
-            if role is None:
-                problem = verdict.problem if found else "no token came with this call"
-                lab = _LAB_HELP if of_lab and not found else ""
-                called = "" if details.method == ASK_PATH else f"{details.method}: "
-                raise Unauthenticated(f"{called}{problem}; {_AUTH_HELP}{lab}")
-            check_permission(details.method, role)
-        except HoopError as error:
-            if verdict.challenge:
-                return _rejecting_handler(error, details.method, None, ((CHALLENGE_KEY, verdict.challenge),))
-            return _rejecting_handler(error, details.method, self._on_refused if of_lab else None)
-        PROVED_DIGEST.set(verdict.proof.digest if verdict.proof is not None else None)
+        method, service = details.method, details.method.removeprefix("/").partition("/")[0]
         handler = await continuation(details)
-        return handler if verdict.proof is None else _with_proof(verdict.answer, handler)
+        if service in self._open_services:
+            return handler
+
+        async def check(context: Any) -> None:
+            try:
+                check_caller(method, context.peer(), context.auth_context())
+            except HoopError as error:
+                text = str(error)
+                if service in LAB_SERVICES and isinstance(error, Unauthenticated):
+                    text += _LAB_HELP
+                    if self._on_refused is not None:
+                        self._on_refused(method.rpartition("/")[2], host_of(context.peer()), error.code, text)
+                metadata = ((ERROR_CLASS_KEY, type(error).__name__),)
+                await context.abort(grpc.StatusCode[error.code], text, metadata)
+
+        # A method that does not exist is in no table: its check refuses, and nothing follows.
+        return _preceded(check, handler or grpc.stream_stream_rpc_method_handler(check))
 
 
-def _service(method: str) -> str:
-    return method.removeprefix("/").partition("/")[0]
-
-
-def check_permission(method: str, role: Role) -> None:
-    """Raise PermissionDenied unless ``role`` may call ``method``."""
+def check_caller(method: str, peer: str, connection: Any) -> None:
+    """Raise unless a caller may call ``method``: this user at a Unix socket, or the role in its certificate."""
     allowed = ALLOWED.get(method, frozenset())
-    if role not in allowed:
-        callers = " or ".join(f"a {one}" for one in sorted(allowed)) or "nobody"
-        raise PermissionDenied(f"{method}: a {role} may not call this, {callers} may")
-
-
-def _rejecting_handler(
-    error: HoopError, method: str, on_refused: OnRefused | None, metadata: tuple[tuple[str, str], ...] = ()
-) -> Any:
-    async def reject(_: Any, context: Any) -> None:
-        if on_refused is not None:
-            on_refused(method.rpartition("/")[2], host_of(context.peer()), error.code, str(error))
-        await _abort(context, error, metadata)
-
-    # A stream-stream handler reads no message before it answers, whatever the caller sends.
-    return grpc.stream_stream_rpc_method_handler(reject)
-
-
-async def _abort(context: Any, error: HoopError, metadata: tuple[tuple[str, str], ...] = ()) -> None:
-    await context.abort(grpc.StatusCode[error.code], str(error), ((ERROR_CLASS_KEY, type(error).__name__), *metadata))
-
-
-def _with_certificate(method: str, handler: Any) -> Any:
-    """Wrap ``handler`` so that it first checks the role in the caller's certificate."""
-
-    async def check_certificate(context: Any) -> None:
-        names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
-        try:
-            if len(names) != 1 or names[0] not in list(Role):
-                raise Unauthenticated(f"{method}: the certificate of {names} names no role of Hoop's")
-            check_permission(method, Role(names[0]))
-        except HoopError as error:
-            await _abort(context, error)
-
-    return _preceded(check_certificate, handler)
-
-
-def _with_proof(answer: str, handler: Any) -> Any:
-    """Wrap ``handler`` so that its answer proves this server to the caller."""
-
-    async def prove(context: Any) -> None:
-        if handler.response_streaming:
-            await context.send_initial_metadata(((ANSWER_KEY, answer),))
-        else:
-            context.set_trailing_metadata(((ANSWER_KEY, answer),))
-
-    return _preceded(prove, handler)
+    callers = " or ".join(f"a {role}" for role in sorted(allowed)) or "nobody"
+    if peer.startswith(_UNIX):
+        if not allowed:
+            raise PermissionDenied(f"{method}: {callers} may call this")
+        return
+    names = [name.decode(errors="replace") for name in connection.get("x509_common_name", ())]
+    if not names:
+        raise Unauthenticated(f"{method}: {_LOCAL_HELP}")
+    if len(names) != 1 or names[0] not in list(Role):
+        raise Unauthenticated(f"{method}: the certificate of {names} names no role of Hoop's")
+    if names[0] not in allowed:
+        raise PermissionDenied(f"{method}: a {names[0]} may not call this, {callers} may")
 
 
 def _preceded(begin: Callable[[Any], Awaitable[None]], handler: Any) -> Any:
-    """A handler that calls ``begin`` with the call's context before ``handler``; None if that is None."""
-    if handler is None:
-        return None
+    """A handler that calls ``begin`` with the call's context before ``handler``, which reads the message."""
     kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     inner = getattr(handler, kind)
 
@@ -231,22 +125,48 @@ def _arity(streaming: bool) -> str:
 
 @dataclass(frozen=True)
 class Credentials:
-    """The role of a process and its proof. Without token and certificates its server accepts every caller."""
+    """The role of a process and its proof. With none its calls are plaintext, and its server accepts every caller."""
 
     role: Role
     token: Token | None = None
-    certificates: Certificates | None = field(default=None, repr=False)
+    given: Certificates | None = field(default=None, repr=False)
+    """Certificates of ``--tls``."""
+    local: bool = False
+    """Whether the cluster is this user's on this machine, and its processes call each other at Unix sockets. With a
+    token too, its TCP ports use TLS: for coordinators at several addresses, of which gRPC finds the one that answers at
+    TCP ports only."""
+
+    @classmethod
+    def of_user(cls, role: Role, address: Address | Addresses) -> Credentials:
+        """The credentials of a process of this user's own cluster on this machine; the coordinator's at ``address``."""
+        several = len(address.addresses) > 1
+        return cls(role, token_of_user() if several else None, local=True)
+
+    def for_role(self, role: Role) -> Credentials:
+        """The same for another role; only from a join token, or local."""
+        return replace(self, role=role)
 
     @property
     def required(self) -> bool:
         """Whether this process's server authenticates its callers."""
-        return self.token is not None or self.certificates is not None
+        return self.local or self.encrypted
 
     @property
+    def encrypted(self) -> bool:
+        """Whether this process's TCP ports use TLS."""
+        return self.token is not None or self.given is not None
+
+    @cached_property
+    def certificates(self) -> Certificates | None:
+        return self.given or (None if self.token is None else self.token.certificates(self.role))
+
+    @cached_property
     def link_key(self) -> bytes:
         """Key that authenticates data links; empty: links are not authenticated."""
-        source = self.certificates or self.token
-        return source.link_key if source is not None else b""
+        if self.given is not None:
+            return self.given.link_key
+        token = self.token or (token_of_user() if self.local else None)
+        return b"" if token is None else token.link_key
 
     # ---- client side
 
@@ -259,41 +179,80 @@ class Credentials:
         return opened
 
     def _open(self, library: Any, address: Address | Addresses, to: Role, options: Options) -> Any:
-        if self.certificates is None:
-            channel = library.insecure_channel(grpc_target(address), options=options)
-            if self.token is None:
-                return channel
-            target = COORDINATOR_TARGET if to is Role.COORDINATOR else str(address)
-            return ProvedChannel(channel, Prover(self.token, self.role, to, target), library is grpc.aio)
+        if self.local and len(address.addresses) == 1:
+            return library.insecure_channel(socket_target(address.addresses[0].port), options=options)
         tls = self.certificates
+        if tls is None:
+            return library.insecure_channel(grpc_target(address), options=options)
         secure = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
         tls_options: list[tuple[str, Any]] = [*options, ("grpc.ssl_target_name_override", certificate_name(to))]
         return library.secure_channel(grpc_target(address), secure, options=tls_options)
 
+    def check_coordinator(self, address: Address | Addresses) -> None:
+        """Raise if the process at an address cannot be the coordinator that these credentials are for.
+
+        For an address that does not answer calls. It blocks for ``_PROBE_S`` seconds at most. Silence is no evidence.
+        """
+        for one in address.addresses:
+            if self.local and len(address.addresses) == 1 and has_socket(one):
+                return  # nobody else can be there: it starts, or has ended
+            where, tls = f"the coordinator at {one}", self.certificates
+            try:
+                _handshake(one, tls.authority if tls is not None else None)
+            except ssl.SSLCertVerificationError as error:
+                raise Unauthenticated(
+                    f"{where} has another token or certificates, or is another process ({error.verify_message}); "
+                    f"{_AUTH_HELP}"
+                ) from None
+            except ssl.SSLEOFError:
+                continue
+            except ssl.SSLError:
+                if tls is not None:
+                    raise Unauthenticated(
+                        f"{where} has no token and no certificates, or is another program: unset HOOP_TOKEN, "
+                        "HOOP_TOKEN_FILE and HOOP_TLS, or start it with yours"
+                    ) from None
+                if self.local and not has_socket(one):
+                    raise Unauthenticated(
+                        f"{where} has no socket {socket_path(one.port)}: it is another user's, or accepts every caller "
+                        "(--insecure; then start this device with --insecure too)"
+                    ) from None
+            except (OSError, UnicodeError):
+                continue
+            else:
+                if tls is None:
+                    raise Unauthenticated(f"{where} authenticates its callers; {_AUTH_HELP}")
+
     # ---- server side
 
     def interceptors(
-        self,
-        target: Callable[[], str] | None = None,
-        open_services: frozenset[str] = frozenset(),
-        on_refused: OnRefused | None = None,
+        self, open_services: frozenset[str] = frozenset(), on_refused: OnRefused | None = None
     ) -> tuple[Guard, ...]:
-        """Interceptors for a server of this process; the parameters are those of ``Guard``.
-
-        ``target``: the advertised address of a device; None for a coordinator.
-        """
-        if not self.required:
-            return ()
-        token = None if self.certificates is not None else self.token
-        return (Guard(token, self.role, target or (lambda: COORDINATOR_TARGET), open_services, on_refused),)
+        """Interceptors for a server of this process; the parameters are those of ``Guard``."""
+        return (Guard(open_services, on_refused),) if self.required else ()
 
     def add_port(self, server: grpc.aio.Server, address: Address) -> int:
-        """Open a server port and return its number; with certificates the port uses TLS."""
-        if self.certificates is None:
-            return int(server.add_insecure_port(str(address)))
+        """Open a TCP port of a server and return its number; with a token or certificates it uses TLS."""
         tls = self.certificates
+        if tls is None:
+            return int(server.add_insecure_port(str(address)))
         secure = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, require_client_auth=True)
         return int(server.add_secure_port(str(address), secure))
+
+
+def _handshake(address: Address, authority: bytes | None) -> None:
+    """Return if a coordinator answers with TLS, else raise what ``ssl`` raises; ``authority`` None: of any cluster."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if authority is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    else:
+        context.load_verify_locations(cadata=authority.decode())
+    with (
+        socket.create_connection((address.host, address.port), _PROBE_S) as plain,
+        context.wrap_socket(plain, server_hostname=certificate_name(Role.COORDINATOR)),
+    ):
+        pass
 
 
 def grpc_target(address: Address | Addresses) -> str:
@@ -346,7 +305,7 @@ def find_credentials(
         tls = Path(folder) if folder else None
         token_file = Path(file) if file and not token else None
     if tls is not None:
-        return Credentials(role, certificates=Certificates.load(tls, role))
+        return Credentials(role, given=Certificates.load(tls, role))
     if token_file is not None:
         return _check_role(Credentials(role, Token.read(token_file)))
     return _check_role(Credentials(role, None if token is None else Token.parse(token, field)))

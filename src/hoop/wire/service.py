@@ -25,7 +25,6 @@ from hoop.errors import (
     InternalError,
     InvalidArgument,
     PeerLost,
-    Unauthenticated,
     UserError,
     error_from_name,
 )
@@ -33,7 +32,6 @@ from hoop.events import Event
 from hoop.texts import printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.proofs import digest
 from hoop.wire.repeated_calls import AnswersOnce
 
 log = logging.getLogger("hoop.wire")
@@ -199,8 +197,6 @@ _MAX_DETAILS = 1500
 
 
 _CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
-PROVED_DIGEST: ContextVar[str | None] = ContextVar("hoop-proved-digest", default=None)
-"""Digest of the only request for which the proof of this call is valid; None: the call carries no proof."""
 
 
 def calling_host() -> str:
@@ -315,9 +311,6 @@ def _handler(method: Any, answer: Callable[..., Any], receiving: Receiving, on_r
         data = await receiving.receive(method.name, context.read)
         if not isinstance(data, bytes):  # the end of the stream
             raise InvalidArgument(f"{method.name}: the call ended without a {method.input_type.name}")
-        expected = PROVED_DIGEST.get()
-        if expected is not None and digest(data) != expected:
-            raise Unauthenticated(f"{method.name}: the request is not the one that its proof is for")
         return parse(data)
 
     async def unary(request: Any, context: Any) -> Any:

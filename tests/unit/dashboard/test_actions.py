@@ -180,8 +180,8 @@ def test_a_page_without_actions_has_no_buttons_for_them() -> None:
 def test_administrators_are_those_with_the_join_token_or_the_printed_password() -> None:
     join = new_token()
     token = Token.parse(join)
-    clients = token.role_token(Role.CLIENT)
-    for login in (Login(token), Login(Token.parse(clients)), Login()):
+    client, viewer = Token.parse(token.role_token(Role.CLIENT)), token.role_token("viewer")
+    for login in (Login(token), Login(client), Login()):
         with_actions, without = (AccessControl(frozenset(), login, False, actions) for actions in (True, False))
         assert with_actions.cookie_for(login.admin_password) == ADMIN
         assert without.cookie_for(login.admin_password) is None
@@ -190,5 +190,5 @@ def test_administrators_are_those_with_the_join_token_or_the_printed_password() 
         assert login.admin_password not in repr(login)
     assert AccessControl(frozenset(), Login(token), False, True).cookie_for(join) == ADMIN
     assert AccessControl(frozenset(), Login(token), False, False).cookie_for(join) is None
-    assert AccessControl(frozenset(), Login(token), False, True).cookie_for(clients) == USER
-    assert AccessControl(frozenset(), Login(Token.parse(clients)), False, True).cookie_for(join) is None
+    assert AccessControl(frozenset(), Login(token), False, True).cookie_for(viewer) == USER
+    assert AccessControl(frozenset(), Login(client), False, True).cookie_for(join) is None

@@ -270,14 +270,14 @@ def test_events_are_filtered_and_bounded() -> None:
     assert matching(lines, "dead", "job 1") == []
 
 
-def test_the_login_takes_the_clients_token_and_no_other() -> None:
+def test_the_login_takes_the_viewers_token_and_no_other() -> None:
     join = new_token()
     token = Token.parse(join)
-    clients = token.role_token(Role.CLIENT)
-    for known in (token, Token.parse(clients)):
+    viewer, client = token.role_token("viewer"), token.role_token(Role.CLIENT)
+    for known in (token, Token.parse(client)):
         login = Login(known)
-        assert login.accepts(f" {clients}\n")
-        assert not any(login.accepts(text) for text in ("", "x", join, login.password, clients[:-1], "ä" * 5000))
+        assert login.accepts(f" {viewer}\n")
+        assert not any(login.accepts(text) for text in ("", "x", join, login.password, client, viewer[:-1], "ä" * 5000))
     password = Login()
     assert password.accepts(password.password)
     assert not password.accepts("")

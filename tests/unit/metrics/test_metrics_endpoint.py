@@ -85,15 +85,15 @@ def test_two_endpoints_of_one_process_do_not_mix(serve: Serve) -> None:
     assert "\none 2.0\n" in get(second)[1]
 
 
-def test_beyond_loopback_a_client_s_token_is_needed(serve: Serve) -> None:
+def test_beyond_loopback_a_viewer_s_token_is_needed(serve: Serve) -> None:
     text, other = new_token(), new_token()
     token = Token.parse(text)
     endpoint = serve(Address("0.0.0.0", 0), token=token)
     assert get(endpoint)[0] == 401
-    assert get(endpoint, Authorization=f"Bearer {Token.parse(other).role_token(Role.CLIENT)}")[0] == 401
+    assert get(endpoint, Authorization=f"Bearer {Token.parse(other).role_token('viewer')}")[0] == 401
     assert get(endpoint, Authorization=f"Bearer {text}")[0] == 401, "the join token belongs on no scraper"
-    assert get(endpoint, Authorization=f"Basic {token.role_token(Role.CLIENT)}")[0] == 401
-    status, body = get(endpoint, Authorization=f"Bearer {token.role_token(Role.CLIENT)}")
+    assert get(endpoint, Authorization=f"Basic {token.role_token('viewer')}")[0] == 401
+    status, body = get(endpoint, Authorization=f"Bearer {token.role_token('viewer')}")
     assert (status, "one 1.0" in body) == (200, True)
 
 
