@@ -113,6 +113,8 @@ class Setup:
         if kinds & {"pause", "starve", "cut", "link"}:
             return True
         joins = any(fault.kind == "kill" or (fault.kind == "hold" and fault.at < 1.0) for fault in self.faults)
+        if "hold" in kinds and 2 * self.max_delay_s > PROBE_S:
+            return True  # its answers take longer than a probe may
         if "hold" in kinds and joins:
             return True  # an answer proves nothing before its first heartbeat: another process may have its address
         if any(fault.kind == "coordinator_cut" for fault in self.faults):
