@@ -121,7 +121,9 @@ class Coordinator:
         self.access_order = AccessOrder()
         """Order of the collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
-        self._processes = DeviceProcesses(self._on_process_seen, config.credentials.encrypted)
+        credentials = config.credentials
+        # The devices of a local cluster use no TLS, also where their coordinators do.
+        self._processes = DeviceProcesses(self._on_process_seen, credentials.encrypted and not credentials.local)
         self._probing: set[int] = set()
         self._asking: set[str] = set()
         """Incarnations of the devices about which witnesses are being asked."""

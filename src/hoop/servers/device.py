@@ -150,7 +150,7 @@ class DeviceServer:
             self._streams,
             self._tasks,
             self._ports,
-            ServerProbe(config.credentials.certificates is not None),
+            ServerProbe(config.credentials.encrypted),
             config.jobs,
         )
         self._heartbeat_client = HeartbeatClient(
