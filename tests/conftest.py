@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -27,6 +28,12 @@ from preload_server import read_at_import
 
 GRACE_S = 30.0
 """How long threads, processes and files may take to disappear after a test."""
+
+# A shell that runs the tests in the background (nohup, &) ignores these; tests send them to processes that inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Workers share the cores: a second thread of PyTorch in each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
 
 from ranks import LONG_S, PROMPT_S, deadline_in
@@ -67,9 +68,10 @@ class Waiter:
 
     def _is_inside(self) -> bool:
         frame = sys._current_frames().get(self._thread.ident or 0)
-        while frame is not None and frame.f_code.co_name != "recv_into":
+        # Frames of a running thread end meanwhile: CPython 3.11 was seen to give another object for one.
+        while isinstance(frame, FrameType) and frame.f_code.co_name != "recv_into":
             frame = frame.f_back
-        return frame is not None or self.outcome.done()
+        return isinstance(frame, FrameType) or self.outcome.done()
 
     def error(self) -> BaseException | None:
         """The exception that ended the wait, if any; a TimeoutError if the wait lasted longer than PROMPT_S."""

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "process"))
 
 import train_driver
 
-from hoop.runs.clean_process import CleanProcess
+from hoop.runs.clean_process import CleanProcess, idle_process
 
 LEASE_S = 3.0
 """Twice the default, because the machine may be busy."""
@@ -28,3 +28,5 @@ if __name__ == "__main__":
         mock.patch.object(CleanProcess, "execute", partial(CleanProcess.fork, loaded=False)),
     ):
         train_driver.main()
+        if (clean := idle_process()) is not None:  # a fork of this process, which has its files
+            clean.close()

@@ -644,11 +644,12 @@ def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> N
     comm.destroy()
     sequence = [event.sequence for event in two.events()]
     assert sequence == list(range(1, len(sequence) + 1))
-    assert [event.kind for event in two.events(after=sequence[-1] - 1)] == ["communicator_destroyed"]
+    # Those of the clients of tests before may be destroyed now, too.
+    assert {event.kind for event in two.events(after=sequence[-1] - 1)} == {"communicator_destroyed"}
     follow = two.events(after=sequence[-1], follow=True)
     assert isinstance(follow, Generator)
     made = one.communicator([2])
-    event = next(follow)
+    event = next(event for event in follow if event.kind != "communicator_destroyed")
     assert (event.kind, event.fields["communicator"]) == ("communicator_created", str(made.id))
     follow.close()
     made.destroy()

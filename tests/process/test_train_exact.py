@@ -122,7 +122,7 @@ def test_a_loss_whose_reduction_is_not_known_is_refused() -> None:
         ]
     )
     for result, text in (
-        (doubled, "its last operation, Mul, does not say of what it is the mean or the sum; return (sum, count)"),
+        (doubled, "its last operation, Mul, does not say of what it is the mean or the sum; if it is the mean"),
         (number, "returned float"),
         (stated, "returned float"),
         (weighted, "strategy: pipeline"),

@@ -32,11 +32,16 @@ SOURCES: dict[Role, dict[Path, tuple[str, ...]]] = {
 
 
 def calls(path: Path, services: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """File and line, and path, of each call: ``stub.Join``, ``device.Free``, ``self._call("GetStatus", …)``."""
+    """File and line, and path, of each call.
+
+    As ``stub.Join``, ``device.Free``, ``self._call("GetStatus", …)``, or by its whole path.
+    """
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         match node:
             case ast.Attribute(value=ast.Name(id="pb" | "lab" | "m")):
                 continue  # a message or an event
+            case ast.Constant(value=str(path_of_method)) if path_of_method in ALLOWED:
+                yield f"{path.name}:{node.lineno}", path_of_method
             case ast.Attribute(attr=name) | ast.Call(func=ast.Attribute(attr="_call"), args=[ast.Constant(name), *_]):
                 for service in services:
                     if name in METHODS[service]:
