@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -165,11 +166,20 @@ class RankRole:
         for one in self.executor.stage_states.values():
             one.download()
 
+    @cached_property
+    def counted_stages(self) -> frozenset[int]:
+        """Stages whose counters this rank replicates: those that it computes when it begins.
+
+        Shards that move to other ranks later change nothing: the layout of a replica is fixed.
+        """
+        plan, rank = self.executor.plan, self.executor.rank
+        return frozenset(stage for stage in self.executor.stage_states if plan.computed_by(rank, stage))
+
     def counters(self) -> list[tuple[Tensor, Tensor]]:
         """Return the counters of this rank, each with its value after the current step."""
-        found, plan = [], self.executor.plan
+        found = []
         for stage, stage_state in self.executor.stage_states.items():
-            if stage_state.layout.counters and plan.computed_by(self.executor.rank, stage):
+            if stage_state.layout.counters and stage in self.counted_stages:
                 later = {id(one): one + added for one, added in stage_state.counter_increments()}
                 found += [(one, later.get(id(one), one)) for one in stage_state.layout.counters]
         return found
