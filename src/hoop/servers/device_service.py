@@ -228,8 +228,8 @@ class DeviceService:
         asked = (self._servers.answers(address) for address in servers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return pb.CheckLinksResponse(
-            failures=[printable(one, 500) for one in await asyncio.gather(*tried)],
-            answers=[one is True for one in answers],
+            failures=[printable(failure, 500) for failure in await asyncio.gather(*tried)],
+            answers=[answer is True for answer in answers],
         )
 
     async def examine(self, request: pb.ExamineRequest) -> pb.ExamineResponse:
@@ -240,7 +240,7 @@ class DeviceService:
 def _addresses(texts: Sequence[str], field: str, limit: int) -> list[Address]:
     if len(texts) > limit:
         raise InvalidArgument(f"{field}: {len(texts)} are more than {limit}; check fewer at a time")
-    return [Address.parse(one, field) for one in texts]
+    return [Address.parse(text, field) for text in texts]
 
 
 def _buffer_message(buffer: ArenaBuffer) -> pb.Buffer:

@@ -49,8 +49,8 @@ def has_socket(address: Address | Addresses) -> bool:
     with opened_runtime_folder(create=False) as opened:
         return (
             opened is not None
-            and all(one.is_loopback for one in address.addresses)
-            and any(os.path.lexists(opened[0] / f"{one.port}.sock") for one in address.addresses)
+            and all(endpoint.is_loopback for endpoint in address.addresses)
+            and any(os.path.lexists(opened[0] / f"{endpoint.port}.sock") for endpoint in address.addresses)
         )
 
 
